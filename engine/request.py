@@ -1,0 +1,82 @@
+"""What a client asks for and what it gets back, free of HTTP and of torch.
+
+`GenerationParams` is what every endpoint turns its input into: the same params give the same pictures, whatever the
+route. `GenerationResult` is what crosses back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """One request, as the client meant it. Field limits are checked by `app`; what needs the model, by the engine.
+
+    `condition_images` are decoded pictures in mode RGBA, upright, at their own size and in the client's order.
+    `size_px` is the exact (width, height) of the output, or None for `auto`: the last condition image's aspect ratio,
+    or a square, at about `resolution_px`² pixels. `negative_prompt` "" is a negative prompt; None is none.
+    `num_steps` and `resolution_px` None mean the checkpoint's defaults. Image i uses seed + i (modulo 2**32).
+    """
+
+    prompt: str
+    seed: int
+    negative_prompt: str | None = None
+    condition_images: tuple[Image.Image, ...] = ()
+    size_px: tuple[int, int] | None = None
+    resolution_px: int | None = None
+    num_images: int = 1
+    num_steps: int | None = None
+    true_cfg_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Token counts of one request: prompt text, condition images, and target tokens over all its images."""
+
+    text_tokens: int
+    condition_image_tokens: int
+    output_image_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedImage:
+    """One finished picture: `pixels` is (height, width, 4) uint8 RGBA, not premultiplied."""
+
+    pixels: np.ndarray
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished request. `warnings` are sentences for the client about what had no effect."""
+
+    images: tuple[GeneratedImage, ...]
+    usage: TokenUsage
+    num_steps: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Emitted after each denoise step of one of a request's images."""
+
+    image_index: int
+    step: int  # finished steps, 1-based
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the loaded checkpoint can do; known as soon as its configs are read, before the weights are."""
+
+    name: str
+    max_condition_images: int
+    default_resolution_px: int
+    default_num_steps: int
+    fixed_num_steps: bool  # the checkpoint ships its own sigma grid, so a step count is ignored
+    size_multiple_px: int
+    max_prompt_tokens: int
