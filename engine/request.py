@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from engine.batching import BatchKey
+from models.inputs import ConditionImage, TokenizedPrompt
+from models.layout import Grid
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
@@ -80,3 +84,39 @@ class ModelCard:
     fixed_num_steps: bool  # the checkpoint ships its own sigma grid, so a step count is ignored
     size_multiple_px: int
     max_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """An admitted request in the form the worker runs: tokenized, resized, scheduled. It holds no device memory and
+    is never changed, so a new worker can start it over at any time and reach the same pictures.
+
+    `prompts` holds the conditional branch and, under guidance, the unconditional one. `sigmas` has one entry a step
+    and the final one behind them. Image i starts from the noise of `seeds[i]`; `crop` cuts the asked-for rows and
+    columns out of the generated picture.
+    """
+
+    request_id: str
+    prompts: tuple[TokenizedPrompt, ...]
+    condition_images: tuple[ConditionImage, ...]
+    target_grid: Grid
+    crop: tuple[slice, slice]
+    sigmas: tuple[float, ...]
+    seeds: tuple[int, ...]
+    true_cfg_scale: float
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @property
+    def num_images(self) -> int:
+        return len(self.seeds)
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def batch_key(self) -> BatchKey:
+        return BatchKey(self.target_grid, tuple(image.grid for image in self.condition_images))

@@ -1,0 +1,131 @@
+"""Finding a checkpoint folder and filling modules from its safetensors files.
+
+Loading is strict: a missing, left-over or wrongly shaped tensor is a `CheckpointError` that names it and its file.
+Modules are built on the meta device; each parameter is then allocated once, in its final dtype and on its final
+device, and the published tensors are copied into it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from models.config import read_json
+from models.errors import CheckpointError
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+
+
+def embedded_checkpoint() -> Path:
+    """The small checkpoint that ships with the package."""
+    return Path(__file__).parent / "demo"
+
+
+def find_checkpoint(model: str) -> Path:
+    """The folder of a checkpoint: `model` itself when it is one, else the hub repository of that id (downloaded once,
+    then taken from the cache)."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise CheckpointError(f"{model} is neither a folder nor a hub id of the form owner/name")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{model} could not be fetched from the hub: {error}") from None
+
+
+class TensorFiles:
+    """The tensors of one component, over one file or a sharded set with an index."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.folder = folder
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.exists():
+            names = {single.name}
+        elif index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index} has no weight_map")
+            names = set(weight_map.values())
+        else:
+            raise CheckpointError(f"{single} is missing (and there is no {index.name} beside it)")
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, safe_open] = {}
+        for name in sorted(names):
+            self._add(folder / name)
+
+    def _add(self, path: Path) -> None:
+        if path.parent != self.folder:
+            raise CheckpointError(f"{path} lies outside of {self.folder}")
+        try:
+            self._open[path] = safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+        for tensor in self._open[path].keys():  # noqa: SIM118 (safe_open is no mapping)
+            self._file_of[tensor] = path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU and in the dtype it was stored in."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        try:
+            return self._open[path].get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
+
+    def file_of(self, name: str) -> Path:
+        return self._file_of[name]
+
+
+def load_weights(
+    module: nn.Module,
+    files: TensorFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    published_names: Callable[[str], tuple[str, ...]],
+    unused: Iterable[str] = (),
+) -> None:
+    """Fill every parameter of `module` (built on the meta device) from `files`.
+
+    `published_names` gives, for one of our names, the published tensors stacked into it along dimension 0. `unused`
+    are patterns of published tensors that this code has no use for; any other left-over tensor is an error.
+    """
+    used: set[str] = set()
+    for name, parameter in list(module.named_parameters()):
+        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
+        _fill(filled, published_names(name), files)
+        used.update(published_names(name))
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
+    patterns = tuple(unused)
+    for name in files:
+        if name not in used and not any(fnmatchcase(name, pattern) for pattern in patterns):
+            raise CheckpointError(f"{files.file_of(name)}: unexpected tensor {name}")
+
+
+def _fill(target: Tensor, sources: tuple[str, ...], files: TensorFiles) -> None:
+    rows = target.shape[0] // len(sources)
+    for index, source in enumerate(sources):
+        part = target[index * rows : (index + 1) * rows]
+        tensor = files.read(source)
+        if tensor.shape != part.shape:
+            expected, found = tuple(part.shape), tuple(tensor.shape)
+            raise CheckpointError(f"{files.file_of(source)}: tensor {source} has shape {found}, expected {expected}")
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{files.file_of(source)}: tensor {source} has dtype {tensor.dtype}")
+        part.copy_(tensor)

@@ -1,0 +1,149 @@
+"""The checkpoint's own numbers, read from the JSON files in its folder.
+
+No size, count or statistic of the network lives in code: everything below comes from `model_index.json` and from the
+`config.json` of each component. A field that asks for something this code does not do is refused by name, because
+ignoring it would draw a wrong picture instead of failing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from models.errors import CheckpointError
+
+PIPELINE_CLASS = "QwenImage21Pipeline"
+DEFAULT_NUM_STEPS = 40
+DEFAULT_RESOLUTION_PX = 1024
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; `CheckpointError` names the file when it is missing or is no such thing."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _refuse(path: Path, config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, allowed in only.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed:
+            raise CheckpointError(f"{path}: {key} = {value!r} is not supported (only {allowed[0]!r})")
+
+
+def _pick(cls: type[Any], path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields, lists as tuples; a field without a default must be there."""
+    picked: dict[str, Any] = {}
+    for field in fields(cls):
+        if config.get(field.name) is not None:
+            value = config[field.name]
+            picked[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is MISSING:
+            raise CheckpointError(f"{path}: {field.name} is missing")
+    return picked
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerConfig:
+    """`transformer/config.json`. Widths are channels; `axes_dims_rope` are the rotary channels of (frame, height,
+    width) and add up to `attention_head_dim`."""
+
+    in_channels: int
+    num_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    context_in_dim: int
+    mlp_ratio: int
+    axes_dims_rope: tuple[int, ...]
+    eps: float = 1e-6
+    causal_condition: bool = True
+    out_channels: int | None = None
+
+    @property
+    def inner_dim(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        path = folder / "config.json"
+        config = read_json(path)
+        _refuse(path, config, {"_class_name": ("QwenImage21Transformer2DModel",), "patch_size": (1,)})
+        parsed = cls(**_pick(cls, path, config))
+        if sum(parsed.axes_dims_rope) != parsed.attention_head_dim:
+            raise CheckpointError(f"{path}: axes_dims_rope do not add up to attention_head_dim")
+        if parsed.out_channels not in (None, parsed.in_channels):
+            raise CheckpointError(f"{path}: out_channels differs from in_channels")
+        return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class VaeConfig:
+    """`vae/config.json`. One entry of `dim_mult` per resolution level; `temperal_downsample` (the published spelling)
+    says which levels carry the folded-away time axis in their shortcut."""
+
+    base_dim: int
+    z_dim: int
+    dim_mult: tuple[int, ...]
+    num_res_blocks: int
+    temperal_downsample: tuple[bool, ...]
+    latents_mean: tuple[float, ...]
+    latents_std: tuple[float, ...]
+    decoder_base_dim: int | None = None
+    in_channels: int = 4
+    out_channels: int = 4
+
+    @property
+    def spatial_ratio(self) -> int:
+        """Pixels per latent along a side. It follows from the architecture; `scale_factor_spatial` in published
+        configs does not agree with the network and is not read."""
+        return 2 ** (len(self.dim_mult) - 1)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        path = folder / "config.json"
+        config = read_json(path)
+        only = {
+            "_class_name": ("AutoencoderKLQwenImage21",),
+            "is_residual": (True,),
+            "attn_scales": ([],),
+            "patch_size": (None,),
+            "in_channels": (4,),
+            "out_channels": (4,),
+        }
+        _refuse(path, config, only)
+        parsed = cls(**_pick(cls, path, config))
+        for name in ("latents_mean", "latents_std"):
+            if len(getattr(parsed, name)) != parsed.z_dim:
+                raise CheckpointError(f"{path}: {name} does not have z_dim = {parsed.z_dim} entries")
+        return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIndex:
+    """`model_index.json`. `sample_sigmas` is the sigma grid that distilled checkpoints ship with. A checkpoint may
+    also name its own `num_inference_steps` and `output_resolution` (pixels along a side of a square picture)."""
+
+    sample_sigmas: tuple[float, ...] | None = None
+    num_inference_steps: int = DEFAULT_NUM_STEPS
+    output_resolution: int = DEFAULT_RESOLUTION_PX
+
+    @property
+    def default_num_steps(self) -> int:
+        return len(self.sample_sigmas) if self.sample_sigmas else self.num_inference_steps
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        path = folder / "model_index.json"
+        config = read_json(path)
+        if config.get("_class_name") != PIPELINE_CLASS:
+            raise CheckpointError(f"{path}: _class_name is {config.get('_class_name')!r}, expected {PIPELINE_CLASS!r}")
+        return cls(**_pick(cls, path, config))

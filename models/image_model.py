@@ -1,0 +1,113 @@
+"""A whole checkpoint: what is known from its configs, and its three networks once the weights are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from models import transformer as transformer_module
+from models import vae as vae_module
+from models.checkpoint import TensorFiles, load_weights
+from models.config import ModelIndex, TransformerConfig, VaeConfig, read_json
+from models.errors import CheckpointError
+from models.layout import SLOT_SIDE_TOKENS
+from models.text_encoder import TextEncoder
+from models.transformer import Transformer
+from models.vae import Vae
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfigs:
+    """The configs of a checkpoint folder; cheap to read, no weights."""
+
+    folder: Path
+    index: ModelIndex
+    transformer: TransformerConfig
+    vae: VaeConfig
+    scheduler: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        configs = cls(
+            folder=folder,
+            index=ModelIndex.read(folder),
+            transformer=TransformerConfig.read(folder / "transformer"),
+            vae=VaeConfig.read(folder / "vae"),
+            scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
+        )
+        if configs.vae.z_dim != configs.transformer.in_channels:
+            raise CheckpointError(
+                f"{folder}: the VAE has {configs.vae.z_dim} latent channels, "
+                f"the transformer takes {configs.transformer.in_channels}"
+            )
+        return configs
+
+    @property
+    def px_per_token(self) -> int:
+        return self.vae.spatial_ratio
+
+    @property
+    def size_multiple_px(self) -> int:
+        """Sides of generated pictures are multiples of this."""
+        return SLOT_SIDE_TOKENS * self.px_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class ImageModel:
+    """The networks of a checkpoint, on one device and in one dtype."""
+
+    configs: CheckpointConfigs
+    text_encoder: TextEncoder
+    transformer: Transformer
+    vae: Vae
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, configs: CheckpointConfigs, device: torch.device, dtype: torch.dtype) -> Self:
+        """Load all weights; `CheckpointError` names the file and tensor at fault."""
+        folder = configs.folder
+        text_encoder = TextEncoder.load(folder / "text_encoder", folder / "processor", dtype, device)
+        if text_encoder.slot_px != configs.size_multiple_px:
+            raise CheckpointError(
+                f"{folder}: an image slot is {text_encoder.slot_px} px wide for the vision encoder "
+                f"but {configs.size_multiple_px} px for the transformer"
+            )
+        if text_encoder.hidden_size != configs.transformer.context_in_dim:
+            raise CheckpointError(f"{folder}: the text encoder's hidden size is not the transformer's context_in_dim")
+        with torch.device("meta"):
+            transformer, vae = Transformer(configs.transformer), Vae(configs.vae)
+        load_weights(
+            transformer,
+            TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
+            dtype=dtype,
+            device=device,
+            published_names=transformer_module.published_names,
+        )
+        load_weights(
+            vae,
+            TensorFiles(folder / "vae", "diffusion_pytorch_model"),
+            dtype=dtype,
+            device=device,
+            published_names=lambda name: (name,),
+            unused=vae_module.UNUSED_WEIGHTS,
+        )
+        return cls(configs, text_encoder, transformer.eval(), vae.eval(), device, dtype)
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on the CPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]

@@ -1,0 +1,73 @@
+"""From a prompt and condition images to what the encoders read: token ids and resized pixels. Runs on the CPU.
+
+The prompt is a raw template; `apply_chat_template` tokenizes differently from what the network was trained on. It is
+encoded span by span between its special tokens, with any special token in the user's text taken as plain characters:
+the result equals tokenizing the whole string, except that nobody can write a turn or an image slot into a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from models.errors import CheckpointError
+from models.inputs import ConditionImage, TokenizedPrompt
+from models.layout import SLOT_SIDE_TOKENS, Grid, fit_area, prefix_layout
+
+SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END, IMAGE_SLOT = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+
+
+class PromptTokenizer:
+    """Tokenizes prompts with the checkpoint's tokenizer, `processor/`."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from None
+        vocabulary = self._tokenizer.get_vocab()
+        self._special: dict[str, int] = {}
+        for token in (TURN_START, TURN_END, VISION_START, VISION_END, IMAGE_SLOT):
+            if token not in vocabulary:
+                raise CheckpointError(f"{folder}: the tokenizer has no token {token}")
+            self._special[token] = vocabulary[token]
+        system_message = [self._special[TURN_START], *self._plain(f"system\n{SYSTEM_PROMPT}")]
+        self._system = (*system_message, self._special[TURN_END], *self._plain("\n"))
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def __call__(self, prompt: str, condition_grids: Sequence[Grid] = ()) -> TokenizedPrompt:
+        """Tokenize one prompt behind a run of image slots per condition grid. An empty prompt reads as one space."""
+        special, slot = self._special, self._special[IMAGE_SLOT]
+        ids = [*self._system, special[TURN_START]]
+        lead = "user\n"
+        for index, grid in enumerate(condition_grids):
+            label = f"<image{index + 1}>" if index == 0 else f" <image{index + 1}>"
+            ids += [*self._plain(lead + label), special[VISION_START], *[slot] * grid.num_slots, special[VISION_END]]
+            lead = ""
+        ids += [*self._plain(lead + (prompt or " ")), special[TURN_END], *self._plain("\n")]
+        ids += [special[TURN_START], *self._plain("assistant\n")]
+        kept = ids[len(self._system) :]
+        return TokenizedPrompt(
+            input_ids=tuple(ids),
+            num_system_tokens=len(self._system),
+            layout=prefix_layout([token == slot for token in kept], condition_grids),
+        )
+
+
+def prepare_condition_image(image: Image.Image, area_px: int, px_per_token: int) -> ConditionImage:
+    """Resize an upright RGBA picture to about `area_px` pixels at its own aspect ratio, sides multiples of one image
+    slot, and make the copy over white that the vision encoder sees."""
+    multiple_px = SLOT_SIDE_TOKENS * px_per_token
+    size_px = fit_area(area_px, image.width / image.height, multiple_px)
+    resized = image.resize(size_px, resample=Image.Resampling.LANCZOS)
+    white = Image.new("RGB", size_px, (255, 255, 255))
+    white.paste(resized, mask=resized.getchannel("A"))
+    return ConditionImage(np.array(resized), np.array(white), Grid.of_pixels(*size_px, px_per_token))

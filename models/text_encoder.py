@@ -1,0 +1,133 @@
+"""Prompt embeddings from transformers' Qwen3-VL: the last decoder layer's output before the final norm.
+
+The final norm is left out of the module, so that `last_hidden_state` is what the transformer was trained on. Rotary
+positions and image patches are computed here from grids that are known on the CPU, so the encoder's forward needs no
+data from the device to find its shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLModel
+
+from models.checkpoint import TensorFiles, load_weights
+from models.config import read_json
+from models.errors import CheckpointError
+from models.inputs import TokenizedPrompt
+from models.layout import PrefixLayout
+
+UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
+
+
+class TextEncoder(nn.Module):
+    """The vision-language encoder; `encode` serves one prompt."""
+
+    def __init__(self, model: Qwen3VLModel, processor: Qwen2VLImageProcessorPil) -> None:
+        super().__init__()
+        self.model = model
+        self.model.language_model.norm = nn.Identity()
+        self.patch_px: int = processor.patch_size
+        self.merge: int = processor.merge_size
+        self.temporal_patch: int = processor.temporal_patch_size
+        self.mean, self.std = processor.image_mean, processor.image_std
+
+    @property
+    def slot_px(self) -> int:
+        """Pixels along a side of one image slot."""
+        return self.patch_px * self.merge
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.text_config.hidden_size)
+
+    @classmethod
+    def load(cls, folder: Path, processor_folder: Path, dtype: torch.dtype, device: torch.device) -> TextEncoder:
+        """Build from `text_encoder/` and the image settings in `processor/`."""
+        raw = read_json(folder / "config.json")
+        try:
+            config = Qwen3VLConfig(**{key: value for key, value in raw.items() if key != "architectures"})
+            processor = Qwen2VLImageProcessorPil.from_pretrained(processor_folder, local_files_only=True)
+        except (OSError, TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+            raise CheckpointError(f"{folder} or {processor_folder}: {error}") from None
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            encoder = cls(Qwen3VLModel(config), processor)
+        load_weights(
+            encoder,
+            TensorFiles(folder, "model"),
+            dtype=dtype,
+            device=device,
+            published_names=lambda name: (name,),
+            unused=UNUSED_WEIGHTS,
+        )
+        encoder._rebuild_rotary(device)
+        return encoder.eval()
+
+    def _rebuild_rotary(self, device: torch.device) -> None:
+        """Rotary frequencies are no weights: they were left on the meta device and are computed again on the CPU."""
+        for owner, name in ((self.model.language_model, "rotary_emb"), (self.model.visual, "rotary_pos_emb")):
+            rotary = getattr(owner, name)
+            setattr(owner, name, type(rotary)(owner.config).to(device))
+
+    @torch.inference_mode()
+    def encode(self, prompt: TokenizedPrompt, images: Sequence[Tensor] = ()) -> Tensor:
+        """Embeddings of the text tokens after the system turn, image slots left out: (text tokens, hidden size).
+
+        `images` are the condition images composited over white, (height, width, 3) uint8 on the encoder's device.
+        """
+        device = self.model.device
+        inputs: dict[str, Tensor] = {}
+        if images:
+            inputs["pixel_values"] = torch.cat([self._patches(image) for image in images])
+            inputs["image_grid_thw"] = torch.tensor([self._patch_grid(image) for image in images], device=device)
+        hidden = self.model(
+            input_ids=torch.tensor([prompt.input_ids], device=device),
+            position_ids=self._positions(prompt.num_system_tokens, prompt.layout).to(device)[:, None],
+            use_cache=False,
+            **inputs,
+        ).last_hidden_state[0, prompt.num_system_tokens :]
+        return hidden[self._text_index(prompt.layout).to(device)]
+
+    def _patch_grid(self, image: Tensor) -> tuple[int, int, int]:
+        return 1, image.shape[0] // self.patch_px, image.shape[1] // self.patch_px
+
+    def _patches(self, image: Tensor) -> Tensor:
+        """Normalised patches, (patches, channels × frames × patch²), in the merge-block order the encoder reads."""
+        mean, std = (torch.tensor(values, device=image.device) for values in (self.mean, self.std))
+        pixels = ((image.float() / 255 - mean) / std).permute(2, 0, 1)
+        _, rows, columns = self._patch_grid(image)
+        side = (self.merge, self.patch_px)
+        blocks = pixels.unflatten(1, (rows // self.merge, *side)).unflatten(4, (columns // self.merge, *side))
+        patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(*[-1] * 5, self.temporal_patch, *[-1] * 2)
+        return patches.reshape(rows * columns, -1)
+
+    def _positions(self, num_system_tokens: int, layout: PrefixLayout) -> Tensor:
+        """Rotary positions (3, tokens) of the vision-language sequence: temporal, height, width. They follow the same
+        rule as the transformer's, on slots: text advances one, an image by its longer side."""
+        spans = [torch.arange(num_system_tokens).expand(3, -1)]
+        position = num_system_tokens
+        for segment in layout.segments:
+            if segment.grid is None:
+                spans.append(torch.arange(position, position + segment.num_tokens).expand(3, -1))
+                position += segment.num_tokens
+                continue
+            height, width = segment.grid.height // 2, segment.grid.width // 2
+            rows = torch.arange(height).repeat_interleave(width)
+            columns = torch.arange(width).repeat(height)
+            spans.append(position + torch.stack([torch.zeros_like(rows), rows, columns]))
+            position += max(height, width)
+        return torch.cat(spans, dim=1)
+
+    def _text_index(self, layout: PrefixLayout) -> Tensor:
+        spans, start = [], 0
+        for segment in layout.segments:
+            length = segment.num_tokens if segment.grid is None else segment.grid.num_slots
+            if segment.grid is None:
+                spans.append(torch.arange(start, start + length))
+            start += length
+        return torch.cat(spans)

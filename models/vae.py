@@ -1,0 +1,242 @@
+"""The image autoencoder: RGBA pixels to latents and back, in two dimensions.
+
+The published network is a video autoencoder's image specialisation, so tensors carry its names and some of its shape:
+shortcuts of levels with `temperal_downsample` fold a time axis that, for one frame, holds a zero frame on the way down
+and a dropped copy on the way up. Its temporal convolutions (`time_conv`) never run on images and are not loaded.
+
+Latents here are normalised, `(z - mean) / std`, as the transformer sees them. Encoding takes the posterior's mode.
+Oracle: `AutoencoderKLQwenImage21` of diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import VaeConfig
+
+UNUSED_WEIGHTS = ("*.time_conv.weight", "*.time_conv.bias")
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over channels, in float32. `gamma` has the published rank: (channels, 1, 1), or one more."""
+
+    def __init__(self, channels: int, rank: int = 4) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(channels, *[1] * (rank - 1)))
+        self.root = channels**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        gamma = self.gamma.reshape(-1, 1, 1)
+        return F.normalize(x.float(), dim=1).to(x.dtype) * self.root * gamma
+
+
+def conv(in_channels: int, out_channels: int, kernel: int) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, kernel, padding=kernel // 2)
+
+
+class ResidualBlock(nn.Module):
+    """Two norm, SiLU, 3×3 convolutions beside a shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(in_channels)
+        self.conv1 = conv(in_channels, out_channels, 3)
+        self.norm2 = RMSNorm(out_channels)
+        self.conv2 = conv(out_channels, out_channels, 3)
+        self.conv_shortcut = conv(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        return hidden + self.conv_shortcut(x)  # type: ignore[no-any-return]
+
+
+class AttentionBlock(nn.Module):
+    """Single-head attention over all latent positions."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, rank=3)
+        self.to_qkv = conv(channels, 3 * channels, 1)
+        self.proj = conv(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2).reshape(x.shape)
+        return self.proj(attended) + x  # type: ignore[no-any-return]
+
+
+class MidBlock(nn.Module):
+    """Residual, attention, residual."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList([ResidualBlock(channels, channels) for _ in range(2)])
+        self.attentions = nn.ModuleList([AttentionBlock(channels)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.resnets[1](self.attentions[0](self.resnets[0](x)))  # type: ignore[no-any-return]
+
+
+class Downsample(nn.Module):
+    """Halve both sides with a strided convolution, padded below and to the right."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.resample = nn.Sequential(
+            nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2)
+        )  # the published convolution is resample.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.resample(x)  # type: ignore[no-any-return]
+
+
+class Upsample(nn.Module):
+    """Double both sides by nearest neighbour, then a 3×3 convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.resample = nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest-exact"), conv(channels, channels, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.resample(x)  # type: ignore[no-any-return]
+
+
+class DownBlock(nn.Module):
+    """Residual blocks and an optional downsample, beside an average-pooling shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_blocks: int, halve: bool, temporal: bool) -> None:
+        super().__init__()
+        self.out_channels, self.side, self.frames = out_channels, 2 if halve else 1, 2 if temporal else 1
+        widths = [in_channels] + [out_channels] * num_blocks
+        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in zip(widths, widths[1:], strict=False)])
+        self.downsampler = Downsample(out_channels) if halve else nn.Identity()
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """Space to channels, then the mean of neighbouring channels. A folded time axis puts a frame of zeros before
+        ours, which the mean counts."""
+        folded = F.pixel_unshuffle(x, self.side).unflatten(1, (x.shape[1], 1, self.side**2))
+        folded = F.pad(folded, (0, 0, 0, 0, 0, 0, self.frames - 1, 0)).flatten(1, 3)
+        return folded.unflatten(1, (self.out_channels, -1)).mean(dim=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.shortcut(x)
+        for resnet in self.resnets:
+            x = resnet(x)
+        return self.downsampler(x) + shortcut  # type: ignore[no-any-return]
+
+
+class UpBlock(nn.Module):
+    """Residual blocks; a level that doubles both sides adds a shortcut made of repeated channels."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_blocks: int, double: bool, temporal: bool) -> None:
+        super().__init__()
+        self.out_channels, self.double, self.frames = out_channels, double, 2 if temporal else 1
+        widths = [in_channels] + [out_channels] * (num_blocks + 1)
+        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in zip(widths, widths[1:], strict=False)])
+        self.upsampler = Upsample(out_channels) if double else nn.Identity()
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """Repeat channels, of a folded time axis keep the last frame, then channels to space."""
+        repeats = self.out_channels * self.frames * 4 // x.shape[1]
+        repeated = x.repeat_interleave(repeats, dim=1).unflatten(1, (self.out_channels, self.frames, 4))
+        return F.pixel_shuffle(repeated[:, :, -1].flatten(1, 2), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.shortcut(x) if self.double else None
+        for resnet in self.resnets:
+            x = resnet(x)
+        x = self.upsampler(x)
+        return x if shortcut is None else x + shortcut
+
+
+class Encoder(nn.Module):
+    """(rows, 4, height, width) in [-1, 1] to the posterior's mean and log variance."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths = [config.base_dim * mult for mult in (1, *config.dim_mult)]
+        last = len(config.dim_mult) - 1
+        self.conv_in = conv(config.in_channels, widths[0], 3)
+        self.down_blocks = nn.ModuleList(
+            DownBlock(
+                widths[level],
+                widths[level + 1],
+                config.num_res_blocks,
+                halve=level < last,
+                temporal=level < last and config.temperal_downsample[level],
+            )
+            for level in range(last + 1)
+        )
+        self.mid_block = MidBlock(widths[-1])
+        self.norm_out = RMSNorm(widths[-1])
+        self.conv_out = conv(widths[-1], 2 * config.z_dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Latents to (rows, 4, height, width), not yet clamped."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        base = config.decoder_base_dim or config.base_dim
+        mults = (config.dim_mult[-1], *reversed(config.dim_mult))
+        widths = [base * mult for mult in mults]
+        last = len(config.dim_mult) - 1
+        temporal = tuple(reversed(config.temperal_downsample))
+        self.conv_in = conv(config.z_dim, widths[0], 3)
+        self.mid_block = MidBlock(widths[0])
+        self.up_blocks = nn.ModuleList(
+            UpBlock(
+                widths[level],
+                widths[level + 1],
+                config.num_res_blocks,
+                double=level < last,
+                temporal=level < last and temporal[level],
+            )
+            for level in range(last + 1)
+        )
+        self.norm_out = RMSNorm(widths[-1])
+        self.conv_out = conv(widths[-1], config.out_channels, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mid_block(self.conv_in(x))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))  # type: ignore[no-any-return]
+
+
+class Vae(nn.Module):
+    """Encoder and decoder with the 1×1 convolutions between them and the latent statistics."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.quant_conv = conv(2 * config.z_dim, 2 * config.z_dim, 1)
+        self.post_quant_conv = conv(config.z_dim, config.z_dim, 1)
+        self.decoder = Decoder(config)
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean = torch.tensor(self.config.latents_mean, dtype=like.dtype, device=like.device)
+        std = torch.tensor(self.config.latents_std, dtype=like.dtype, device=like.device)
+        return mean.reshape(-1, 1, 1), std.reshape(-1, 1, 1)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """(rows, 4, height, width) in [-1, 1] to normalised latents (rows, z_dim, height / ratio, width / ratio)."""
+        z, _ = self.quant_conv(self.encoder(pixels)).chunk(2, dim=1)
+        mean, std = self._statistics(z)
+        return (z - mean) / std  # type: ignore[no-any-return]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Normalised latents (rows, z_dim, height, width) to pixels (rows, 4, height × ratio, width × ratio), clamped
+        to [-1, 1]."""
+        mean, std = self._statistics(latents)
+        return self.decoder(self.post_quant_conv(latents * std + mean)).clamp(-1.0, 1.0)  # type: ignore[no-any-return]
