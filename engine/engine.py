@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class Engine:
         self._preparer: Preparer | None = None
         self._worker: Worker | None = None
         self._pending: dict[str, _Pending] = {}
+        self._serial = itertools.count()
         self._num_preparing = 0
 
     def __repr__(self) -> str:
@@ -106,11 +108,11 @@ class Engine:
         ready: asyncio.Future[None] = loop.create_future()
         try:
             configs, self._preparer = await asyncio.to_thread(self._read_configs)
-            self._worker = Worker(
-                lambda: self._load(configs),
-                self._config.max_batch_rows,
-                lambda event: loop.call_soon_threadsafe(self._on_event, event, ready),
-            )
+
+            def deliver(event: Event) -> None:
+                loop.call_soon_threadsafe(self._on_event, event, ready)
+
+            self._worker = Worker(lambda: self._load(configs), self._config.max_batch_rows, deliver)
             self._worker.start()
             await ready
         except CheckpointError as error:
@@ -169,6 +171,7 @@ class Engine:
         Raises the errors of `engine.errors`.
         """
         worker, preparer = self._admitting()
+        request_id = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
         self._num_preparing += 1
         try:
             admission = await asyncio.to_thread(preparer.prepare, params, request_id)
@@ -228,7 +231,5 @@ class Engine:
 
 def _result(pending: _Pending) -> GenerationResult:
     request = pending.admission.request
-    images = tuple(
-        GeneratedImage(pending.pictures[index], seed) for index, seed in enumerate(request.seeds)
-    )
+    images = tuple(GeneratedImage(pending.pictures[index], seed) for index, seed in enumerate(request.seeds))
     return GenerationResult(images, pending.admission.usage, request.num_steps, pending.admission.warnings)

@@ -43,7 +43,7 @@ class TextEncoder(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        return int(self.model.config.text_config.hidden_size)
+        return self.model.language_model.embed_tokens.embedding_dim
 
     @classmethod
     def load(cls, folder: Path, processor_folder: Path, dtype: torch.dtype, device: torch.device) -> TextEncoder:

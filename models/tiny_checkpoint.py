@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
-    Qwen2TokenizerFast,
+    Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -129,7 +129,7 @@ def _enliven(network: torch.nn.Module) -> torch.nn.Module:
     return network.eval()
 
 
-def _tokenizer(spec: TinySpec) -> Qwen2TokenizerFast:
+def _tokenizer(spec: TinySpec) -> Qwen2Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,12 +146,12 @@ def _tokenizer(spec: TinySpec) -> Qwen2TokenizerFast:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return Qwen2TokenizerFast(
+    return Qwen2Tokenizer(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
 
 
-def _text_encoder(spec: TinySpec, tokenizer: Qwen2TokenizerFast) -> Qwen3VLForConditionalGeneration:
+def _text_encoder(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     head_dim = spec.text_hidden // spec.text_heads
     sixth = head_dim // 6
     config = Qwen3VLConfig(

@@ -104,7 +104,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -139,7 +139,7 @@ class TimestepEmbedder(nn.Module):
         frequencies = torch.exp(-math.log(TIMESTEP_MAX_PERIOD) * steps / half)
         angles = (TIMESTEP_SCALE * timestep)[:, None] * frequencies
         embedding = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.linear_1.weight.dtype)
-        return self.linear_2(F.silu(self.linear_1(embedding)))  # type: ignore[no-any-return]
+        return self.linear_2(F.silu(self.linear_1(embedding)))
 
 
 class ZeroCentredRMSNorm(nn.Module):
@@ -167,7 +167,7 @@ class TextProjection(nn.Module):
 
     def forward(self, embeds: Tensor) -> Tensor:
         hidden = F.gelu(self.in_layer(self.text_norm(embeds)), approximate="tanh")
-        return self.out_layer(hidden)  # type: ignore[no-any-return]
+        return self.out_layer(hidden)
 
 
 class Transformer(nn.Module):
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         self.txt_in = TextProjection(config)
         self.timestep_embedder = TimestepEmbedder(dim)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 4 * dim, bias=False))
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.blocks: list[Block] = nn.ModuleList([Block(config) for _ in range(config.num_layers)])  # type: ignore[assignment]
         self.out_scale = nn.Linear(dim, dim, bias=False)
         self.out_norm = nn.LayerNorm(dim, eps=config.eps, elementwise_affine=False)
         self.proj_out = nn.Linear(dim, config.in_channels, bias=False)
@@ -262,4 +262,4 @@ class Transformer(nn.Module):
         return self._velocity(hidden[:, prefix_len:], modulation)
 
     def _velocity(self, hidden: Tensor, modulation: Modulation) -> Tensor:
-        return self.proj_out(self.out_norm(hidden) * modulation.out_scale)  # type: ignore[no-any-return]
+        return self.proj_out(self.out_norm(hidden) * modulation.out_scale)

@@ -10,6 +10,8 @@ Oracle: `AutoencoderKLQwenImage21` of diffusers 0.42.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +52,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.conv1(F.silu(self.norm1(x)))
         hidden = self.conv2(F.silu(self.norm2(hidden)))
-        return hidden + self.conv_shortcut(x)  # type: ignore[no-any-return]
+        return hidden + self.conv_shortcut(x)
 
 
 class AttentionBlock(nn.Module):
@@ -65,7 +67,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_qkv(self.norm(x)).flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2).reshape(x.shape)
-        return self.proj(attended) + x  # type: ignore[no-any-return]
+        return self.proj(attended) + x
 
 
 class MidBlock(nn.Module):
@@ -77,7 +79,7 @@ class MidBlock(nn.Module):
         self.attentions = nn.ModuleList([AttentionBlock(channels)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.resnets[1](self.attentions[0](self.resnets[0](x)))  # type: ignore[no-any-return]
+        return self.resnets[1](self.attentions[0](self.resnets[0](x)))
 
 
 class Downsample(nn.Module):
@@ -85,12 +87,10 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.resample = nn.Sequential(
-            nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2)
-        )  # the published convolution is resample.1
+        self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(channels, channels, 3, stride=2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.resample(x)  # type: ignore[no-any-return]
+        return self.resample(x)
 
 
 class Upsample(nn.Module):
@@ -101,7 +101,7 @@ class Upsample(nn.Module):
         self.resample = nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest-exact"), conv(channels, channels, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.resample(x)  # type: ignore[no-any-return]
+        return self.resample(x)
 
 
 class DownBlock(nn.Module):
@@ -111,7 +111,7 @@ class DownBlock(nn.Module):
         super().__init__()
         self.out_channels, self.side, self.frames = out_channels, 2 if halve else 1, 2 if temporal else 1
         widths = [in_channels] + [out_channels] * num_blocks
-        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in zip(widths, widths[1:], strict=False)])
+        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in pairwise(widths)])
         self.downsampler = Downsample(out_channels) if halve else nn.Identity()
 
     def shortcut(self, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class DownBlock(nn.Module):
         shortcut = self.shortcut(x)
         for resnet in self.resnets:
             x = resnet(x)
-        return self.downsampler(x) + shortcut  # type: ignore[no-any-return]
+        return self.downsampler(x) + shortcut
 
 
 class UpBlock(nn.Module):
@@ -133,9 +133,9 @@ class UpBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, num_blocks: int, double: bool, temporal: bool) -> None:
         super().__init__()
-        self.out_channels, self.double, self.frames = out_channels, double, 2 if temporal else 1
+        self.out_channels, self.doubles, self.frames = out_channels, double, 2 if temporal else 1
         widths = [in_channels] + [out_channels] * (num_blocks + 1)
-        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in zip(widths, widths[1:], strict=False)])
+        self.resnets = nn.ModuleList([ResidualBlock(*pair) for pair in pairwise(widths)])
         self.upsampler = Upsample(out_channels) if double else nn.Identity()
 
     def shortcut(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class UpBlock(nn.Module):
         return F.pixel_shuffle(repeated[:, :, -1].flatten(1, 2), 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = self.shortcut(x) if self.double else None
+        shortcut = self.shortcut(x) if self.doubles else None
         for resnet in self.resnets:
             x = resnet(x)
         x = self.upsampler(x)
@@ -178,7 +178,7 @@ class Encoder(nn.Module):
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))  # type: ignore[no-any-return]
+        return self.conv_out(F.silu(self.norm_out(self.mid_block(x))))
 
 
 class Decoder(nn.Module):
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         x = self.mid_block(self.conv_in(x))
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))  # type: ignore[no-any-return]
+        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class Vae(nn.Module):
@@ -233,10 +233,10 @@ class Vae(nn.Module):
         """(rows, 4, height, width) in [-1, 1] to normalised latents (rows, z_dim, height / ratio, width / ratio)."""
         z, _ = self.quant_conv(self.encoder(pixels)).chunk(2, dim=1)
         mean, std = self._statistics(z)
-        return (z - mean) / std  # type: ignore[no-any-return]
+        return (z - mean) / std
 
     def decode(self, latents: Tensor) -> Tensor:
         """Normalised latents (rows, z_dim, height, width) to pixels (rows, 4, height × ratio, width × ratio), clamped
         to [-1, 1]."""
         mean, std = self._statistics(latents)
-        return self.decoder(self.post_quant_conv(latents * std + mean)).clamp(-1.0, 1.0)  # type: ignore[no-any-return]
+        return self.decoder(self.post_quant_conv(latents * std + mean)).clamp(-1.0, 1.0)

@@ -1,0 +1,83 @@
+"""A real server in its own process, on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import httpx
+
+START_TIMEOUT_S = 90
+STOP_TIMEOUT_S = 60
+
+
+class Server:
+    """A running `easel serve`; `url` is its root."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log_file = log
+        self.url = ""
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def wait_for_port(self, deadline: float) -> None:
+        while not (match := re.search(r"listening on (http://\S+)", self.log)):
+            self.check_alive(deadline)
+        self.url = match[1]
+
+    def wait_until_ready(self, deadline: float) -> None:
+        while True:
+            self.check_alive(deadline)
+            try:
+                if httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+
+    def check_alive(self, deadline: float) -> None:
+        assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
+        assert time.monotonic() < deadline, f"the server is not up in time:\n{self.log}"
+        time.sleep(0.05)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def serving(model: Path | None, folder: Path, *flags: str, ready: bool = True) -> Iterator[Server]:
+    """Start a server (without a model: on the embedded checkpoint), wait until it is ready, and stop it at the end."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "app", "serve", *([str(model)] if model else []), "--port", "0", *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EASEL_")}
+    with log.open("wb") as output, TemporaryFile() as empty:
+        process = subprocess.Popen(
+            command, stdin=empty, stdout=output, stderr=output, env={**environment, "OMP_NUM_THREADS": "2"}
+        )
+    server = Server(process, log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    try:
+        server.wait_for_port(deadline)
+        if ready:
+            server.wait_until_ready(deadline)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
