@@ -90,7 +90,7 @@ class Engine:
     @property
     def card(self) -> ModelCard:
         if self._card is None:
-            raise NotReady("the model is loading", retry_after_s=LOADING_RETRY_S)
+            raise NotReady("The model is loading.", retry_after_s=LOADING_RETRY_S)
         return self._card
 
     @property
@@ -115,8 +115,8 @@ class Engine:
             self._worker = Worker(lambda: self._load(configs), self._config.max_batch_rows, deliver)
             self._worker.start()
             await ready
-        except CheckpointError as error:
-            self._state, self._failure = EngineState.FAILED, str(error)
+        except Exception as error:
+            self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
             raise
         if self._state is EngineState.LOADING:
             self._state = EngineState.READY
@@ -151,7 +151,7 @@ class Engine:
         if waiting and drain_s > 0:
             await asyncio.wait(waiting, timeout=drain_s)
         for request_id in list(self._pending):
-            self._fail(request_id, EngineStopped("the service stopped before this request was finished"))
+            self._fail(request_id, EngineStopped("The service stopped before this request was finished."))
         if self._worker is not None:
             self._worker.send(Stop())
             await asyncio.to_thread(self._worker.join)
@@ -178,7 +178,7 @@ class Engine:
         finally:
             self._num_preparing -= 1
         if self._state is not EngineState.READY:
-            raise NotReady("the service is stopping", retry_after_s=LOADING_RETRY_S)
+            raise NotReady("The service is stopping.", retry_after_s=LOADING_RETRY_S)
         done = asyncio.get_running_loop().create_future()
         pending = self._pending[request_id] = _Pending(admission, done, on_progress)
         worker.send(Submit(admission.request))
@@ -193,9 +193,9 @@ class Engine:
 
     def _admitting(self) -> tuple[Worker, Preparer]:
         if self._state is not EngineState.READY or self._worker is None or self._preparer is None:
-            raise NotReady(f"the service is not ready: {self._state}", retry_after_s=LOADING_RETRY_S)
+            raise NotReady(f"The service is not ready: it is {self._state}.", retry_after_s=LOADING_RETRY_S)
         if len(self._pending) + self._num_preparing >= self._config.max_queue:
-            raise QueueFull("the queue is full", retry_after_s=QUEUE_RETRY_S)
+            raise QueueFull("The queue is full.", retry_after_s=QUEUE_RETRY_S)
         return self._worker, self._preparer
 
     def _on_event(self, event: Event, ready: asyncio.Future[None]) -> None:

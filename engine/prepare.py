@@ -41,7 +41,7 @@ class Preparer:
     def prepare(self, params: GenerationParams, request_id: str) -> Admission:
         """Raises `InvalidRequest` for what the checkpoint cannot serve."""
         if len(params.condition_images) > MAX_CONDITION_IMAGES:
-            raise InvalidRequest(f"at most {MAX_CONDITION_IMAGES} condition images are supported", param="image")
+            raise InvalidRequest(f"At most {MAX_CONDITION_IMAGES} images are taken.", param="image")
         warnings: list[str] = []
         px_per_token = self._configs.px_per_token
         resolution_px = params.resolution_px or self._card.default_resolution_px
@@ -76,7 +76,7 @@ class Preparer:
         tokenized = self._tokenizer(prompt, grids)
         if tokenized.layout.num_text_tokens > MAX_PROMPT_TOKENS:
             raise InvalidRequest(
-                f"{param} has {tokenized.layout.num_text_tokens} tokens; at most {MAX_PROMPT_TOKENS} are supported",
+                f"'{param}' has {tokenized.layout.num_text_tokens} tokens; at most {MAX_PROMPT_TOKENS} are supported.",
                 param=param,
                 code="string_above_max_length",
             )
@@ -84,9 +84,9 @@ class Preparer:
 
     def _guided(self, params: GenerationParams, warnings: list[str]) -> bool:
         if params.true_cfg_scale > 1 and params.negative_prompt is None:
-            warnings.append("true_cfg_scale has no effect without a negative_prompt")
+            warnings.append("'true_cfg_scale' has no effect without a 'negative_prompt'.")
         if params.true_cfg_scale <= 1 and params.negative_prompt is not None:
-            warnings.append("negative_prompt has no effect unless true_cfg_scale is greater than 1")
+            warnings.append("'negative_prompt' has no effect unless 'true_cfg_scale' is greater than 1.")
         return params.true_cfg_scale > 1 and params.negative_prompt is not None
 
     def _size_of(self, params: GenerationParams, resolution_px: int) -> tuple[int, int]:
@@ -98,6 +98,6 @@ class Preparer:
         default = self._card.default_num_steps
         num_steps = params.num_steps or default
         if self._card.fixed_num_steps and num_steps != default:
-            warnings.append(f"num_inference_steps has no effect: this checkpoint always takes {default} steps")
+            warnings.append(f"'num_inference_steps' has no effect: this model always takes {default} steps.")
         sample_sigmas = self._configs.index.sample_sigmas
         return sigma_schedule(self._configs.scheduler, num_steps, target_grid.num_tokens, sample_sigmas)

@@ -116,7 +116,7 @@ class Runner:
         grid = state.request.target_grid
         latents = state.latents[image_index].T.unflatten(1, (grid.height, grid.width)).unsqueeze(0)
         if not bool(latents.isfinite().all()):
-            raise GenerationFailed("the model produced no finite picture for this request")
+            raise GenerationFailed("The model produced no finite picture for this request.")
         pixels = self._model.vae.decode(latents)[0].permute(1, 2, 0)
         picture: np.ndarray = ((pixels.float() * 0.5 + 0.5) * 255).round().to(torch.uint8).cpu().numpy()
         rows, columns = state.request.crop

@@ -161,7 +161,7 @@ class Worker:
             code, message = error.code, error.message
         else:
             log.exception("%s failed", type(work).__name__)
-            code, message = "internal_error", "the request failed inside the engine"
+            code, message = "internal_error", "The request failed inside the engine."
         for request_id in request_ids(work):
             self._forget(runner, request_id)
             self._emit(RequestFailed(request_id, code, message))

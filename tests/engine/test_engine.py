@@ -51,9 +51,7 @@ async def test_the_same_request_alone_gives_the_same_bytes(checkpoint: Path) -> 
 async def test_two_requests_with_one_id_each_get_their_own_picture(checkpoint: Path) -> None:
     async with running(checkpoint) as engine:
         wanted = [(await engine.generate(replace(SMALL, seed=seed), request_id="a")).images[0] for seed in (1, 2)]
-        got = await asyncio.gather(
-            *(engine.generate(replace(SMALL, seed=seed), request_id="same") for seed in (1, 2))
-        )
+        got = await asyncio.gather(*(engine.generate(replace(SMALL, seed=seed), request_id="same") for seed in (1, 2)))
     for result, image in zip(got, wanted, strict=True):
         assert psnr_db(result.images[0].pixels, image.pixels) > 60
 

@@ -45,11 +45,14 @@ def test_slots_and_grids_must_account_for_each_other(slots: list[bool], grids: l
 )
 def test_an_exact_size_is_covered_and_centred(width: int, height: int, multiple: int) -> None:
     generated = cover((width, height), multiple)
-    assert all(side % multiple == 0 and 0 <= side - asked < multiple for side, asked in zip(generated, (width, height)))
+    for side, asked in zip(generated, (width, height), strict=True):
+        assert side % multiple == 0
+        assert 0 <= side - asked < multiple
     rows, columns = centre_crop(generated, (width, height))
     assert (rows.stop - rows.start, columns.stop - columns.start) == (height, width)
     assert abs(rows.start - (generated[1] - rows.stop)) <= 1
-    assert 0 <= columns.start and columns.stop <= generated[0]
+    assert columns.start >= 0
+    assert columns.stop <= generated[0]
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))

@@ -33,7 +33,9 @@ class Case:
         config = pair.model.transformer.config
         draw = torch.Generator().manual_seed(seed)
         grids = [part for part in parts if isinstance(part, Grid)]
-        slots = [flag for part in parts for flag in ([False] * part if isinstance(part, int) else [True] * part.num_slots)]
+        slots = [
+            flag for part in parts for flag in ([False] * part if isinstance(part, int) else [True] * part.num_slots)
+        ]
         self.layout: PrefixLayout = prefix_layout(slots, grids)
         self.slots = torch.tensor(slots)
         self.joint_embeds = torch.randn(len(slots), config.context_in_dim, generator=draw)

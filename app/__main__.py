@@ -1,0 +1,5 @@
+"""`python -m app` is `easel`."""
+
+from app.cli import main
+
+main()

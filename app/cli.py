@@ -1,0 +1,137 @@
+"""The `easel` command. Every setting is a flag of `easel serve`, made from the fields of `Settings`.
+
+The flags hand their texts on as they are: `Settings` alone converts and judges, so a flag, a variable and a line of
+YAML mean the same. Whatever needs torch is imported by the command that needs it, and `--help` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from app.settings import Settings, SettingsError, load_settings, split_commas
+
+SERVE_FLAGS = tuple(name for name in Settings.model_fields if name != "model")
+GENERATE_FLAGS = ("config", "device", "dtype", "log_level")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Exit status: 1 for what can't be done, 2 for a malformed command line, 130 for Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        settings = load_settings(**{name: value for name, value in vars(args).items() if name in Settings.model_fields})
+    except SettingsError as error:
+        raise SystemExit(f"easel: {error}") from error
+    configure_logging(settings)
+    try:
+        if args.command == "serve":
+            from app.server import serve
+
+            serve(settings)
+        else:
+            from app.offline import generate
+
+            generate(args, settings)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="easel", description="Qwen-Image-2.1 behind OpenAI's image API.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"easel {version('easel')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve_parser = commands.add_parser(
+        "serve",
+        help="run the service",
+        description="Run the service. Each flag is also a variable (--max-queue is EASEL_MAX_QUEUE) and a key of the "
+        "YAML file that --config names (max_queue). A flag beats a variable, a variable the file.",
+        usage="easel serve [MODEL] [flags]",
+        allow_abbrev=False,
+    )
+    add_settings(serve_parser, SERVE_FLAGS)
+
+    generate_parser = commands.add_parser(
+        "generate",
+        help="draw pictures in this process, without a service",
+        description="Draw pictures in this process, without a service. The EASEL_… variables hold here too.",
+        usage="easel generate [MODEL] --prompt TEXT -o FILE [flags]",
+        allow_abbrev=False,
+    )
+    add_request(generate_parser)
+    add_settings(generate_parser, GENERATE_FLAGS)
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Give `parser` the model as a positional argument or a flag, and a flag for each of the other settings `names`.
+
+    A flag that isn't given leaves no attribute behind, so that it doesn't hide a variable.
+    """
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=Settings.model_fields["model"].description
+    )
+    model.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="The same, as a flag.")
+    for name in names:
+        field = Settings.model_fields[name]
+        many = get_origin(field.annotation) is tuple
+        parser.add_argument(
+            flag_of(name),
+            dest=name,
+            action="extend" if many else "store",
+            type=split_commas if many else str,
+            choices=get_args(field.annotation) if get_origin(field.annotation) is Literal else None,
+            default=argparse.SUPPRESS,
+            help=help_of(field),
+        )
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """The fields of one request, judged later by the schema of the HTTP API."""
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="What to draw, or what to change.")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="What to keep out; needs --true-cfg-scale above 1.")
+    parser.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help="Input picture; repeat for up to four."
+    )
+    parser.add_argument("--size", metavar="WxH", help="Exact size of the output; the default follows the input.")
+    parser.add_argument(
+        "--resolution", type=int, metavar="N", help="Area of input and output, as the side of a square."
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="Denoise steps; the default is the checkpoint's.")
+    parser.add_argument("--seed", type=int, metavar="N", help="Picture i uses seed + i; random by default.")
+    parser.add_argument("--true-cfg-scale", type=float, metavar="X", help="Guidance; 1 is none.")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="Number of pictures.")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="A png, webp or jpeg file to write."
+    )
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def help_of(field: FieldInfo) -> str:
+    """The description, with the default where there is one to show."""
+    text = f"{field.description}".replace("%", "%%")
+    if get_origin(field.annotation) is tuple:
+        text += " Repeat it, or separate with commas."
+    if field.default in (None, ()):
+        return text
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"{text} [{default}]"
+
+
+def configure_logging(settings: Settings) -> None:
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )

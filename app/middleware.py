@@ -1,0 +1,118 @@
+"""What holds for every route: the request id, the keys, the size of a body, and an answer when all else fails.
+
+Pure ASGI: Starlette's `BaseHTTPMiddleware` hides a client's disconnect from the routes, and a picture that nobody
+waits for would then be drawn to its end.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import ApiError, internal_error, payload_too_large
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
+
+
+class RequestContext:
+    """Outermost: gives the request its id, names it in every answer, and turns an unforeseen exception into a 500.
+
+    The id is the client's own where that is safe to log and to put in a path. Routes read it with `request_id_of`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        own_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = own_id if REQUEST_ID.fullmatch(own_id) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:  # a bug of ours: the client learns the id to report, the log gets the rest
+            logger.exception("unhandled error", extra={"request_id": request_id})
+            if started:
+                raise  # half an answer is out: only closing the connection can tell
+            await internal_error().response()(scope, receive, send_with_id)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id that `RequestContext` gave to this request."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+class Authentication:
+    """Asks for one of `keys` as a bearer token on every path but the health probes, unknown paths included."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.admits(scope):
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        await error.response()(scope, receive, send)
+
+    def admits(self, scope: Scope) -> bool:
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = token.strip().encode("latin-1")
+        matches = [hmac.compare_digest(given, key) for key in self.keys]  # all of them: no early way out to time
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Raises 413 inside the route as soon as a body is known to be over `max_bytes`, whether it has a length or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        too_large = payload_too_large(f"The body is larger than {self.max_bytes} bytes.")
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self.max_bytes:
+            await too_large.response()(scope, receive, send)
+            return
+        received = 0
+
+        async def limited_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise too_large
+            return message
+
+        await self.app(scope, limited_receive, send)

@@ -1,0 +1,1 @@
+"""One module a group of endpoints. Each route parses, calls the engine, and renders."""

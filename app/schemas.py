@@ -1,0 +1,183 @@
+"""The fields a client may send and what it gets back, as OpenAI names them.
+
+One schema judges JSON bodies and forms alike. It is strict: no `"2"`, `true` or `1.0` for an integer, no NaN. A form
+has only texts, so there, and only there, a number or a boolean may be written as its JSON literal. What depends on
+settings or on the model is checked in `app.params`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from app.errors import from_validation, invalid
+from app.images import OutputFormat
+
+MAX_PROMPT_CHARS = 32_000
+MAX_JSON_TOKENS = 10_000
+JSON_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{,]', re.DOTALL)  # a string, or what announces a further value
+FORM = "form"  # the validation context of a form
+JSON_SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?")
+
+Quality = Literal["auto", "standard", "high", "hd", "max", "xhigh", "medium", "low"]
+
+
+def from_form(value: object, info: ValidationInfo) -> object:
+    """Read the JSON literal in a form's text; whatever else it holds is left for the strict type to refuse."""
+    if info.context == FORM and isinstance(value, str) and JSON_SCALAR.fullmatch(value):
+        return json.loads(value)
+    return value
+
+
+def refuse_nul(text: str) -> str:
+    if "\0" in text:
+        raise PydanticCustomError("invalid_value", "Text must not contain NUL characters")
+    return text
+
+
+def refuse_blank(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("invalid_value", "Text must not be blank")
+    return text
+
+
+def unsupported(*values: object) -> Callable[[object], object]:
+    """A validator for values that mean something to OpenAI and nothing here yet."""
+
+    def refuse(value: object) -> object:
+        if value in values:
+            raise PydanticCustomError("unsupported_parameter", "This value is not supported")
+        return value
+
+    return refuse
+
+
+def refuse_any(value: object) -> object:
+    if value is not None:
+        raise PydanticCustomError("unsupported_parameter", "This parameter is not supported")
+    return value
+
+
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(refuse_nul)]
+FormLiteral = BeforeValidator(from_form)  # last in a type, so that the limits before it reach the OpenAPI document
+Name = Annotated[str, Field(max_length=512)]
+
+
+class ImageRequest(BaseModel):
+    """A request for pictures. null means the same as leaving the field out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    prompt: Annotated[Text, AfterValidator(refuse_blank)]
+    model: Name | None = Field(None, description="Served name or one of its aliases.")
+    n: Annotated[int, Field(ge=1, le=10), FormLiteral] | None = Field(None, description="Image i uses seed + i.")
+    size: Name | None = Field(None, description="`auto`, or WIDTHxHEIGHT in pixels.", examples=["1024x1024"])
+    quality: Quality | None = Field(None, description="`medium` and `low` take fewer steps, the others all.")
+    background: Literal["auto", "transparent", "opaque"] | None = None
+    output_format: Annotated[OutputFormat, BeforeValidator(unsupported("svg", "gif"))] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100), FormLiteral] | None = Field(
+        None, description="Quality of webp and jpeg; 100 if absent."
+    )
+    response_format: Annotated[Literal["b64_json"], BeforeValidator(unsupported("url"))] | None = None
+    stream: Annotated[bool, AfterValidator(unsupported(True)), FormLiteral] | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3), AfterValidator(unsupported(1, 2, 3)), FormLiteral] | None = None
+    mask: Annotated[None, BeforeValidator(refuse_any)] = None
+    markup: Annotated[None, BeforeValidator(refuse_any)] = None
+
+    user: Name | None = Field(None, description="No effect.")
+    safety_identifier: Name | None = Field(None, description="No effect.")
+    moderation: Literal["auto", "low"] | None = Field(None, description="No effect.")
+    style: Literal["vivid", "natural"] | None = Field(None, description="No effect.")
+    input_fidelity: Literal["high", "low"] | None = Field(None, description="No effect.")
+
+    seed: Annotated[int, Field(ge=-1, lt=2**32), FormLiteral] | None = Field(None, description="-1 or absent: random.")
+    num_inference_steps: Annotated[int, Field(ge=1, le=200), FormLiteral] | None = None
+    true_cfg_scale: Annotated[float, Field(ge=0, le=20), FormLiteral] | None = None
+    negative_prompt: Text | None = None
+    resolution: Annotated[int, Field(ge=1), FormLiteral] | None = Field(
+        None, description="Condition images and `auto` sizes have about resolution² pixels."
+    )
+
+
+def parse_json(body: bytes, *, keep_unknown: bool) -> ImageRequest:
+    """Judge a JSON body. With `keep_unknown`, unknown fields end up in `model_extra`. Raises `ApiError`."""
+    refuse_crowd(body)
+    try:
+        request = ImageRequest.model_validate_json(body, extra="allow" if keep_unknown else "forbid")
+        json.dumps(request.model_extra, allow_nan=False)  # fields that have a type refuse NaN themselves
+    except ValidationError as error:
+        raise from_validation(error) from error
+    except ValueError as error:
+        raise invalid("Numbers must be finite.") from error
+    return request
+
+
+def refuse_crowd(body: bytes) -> None:
+    """Bound the number of values before they become objects: a large body of small ones would take gigabytes.
+
+    Counting bytes is enough for all but texts that are full of commas.
+    """
+    if sum(body.count(byte) for byte in b",[{") < MAX_JSON_TOKENS:
+        return
+    if next(islice(JSON_TOKEN.finditer(body), MAX_JSON_TOKENS, None), None):
+        raise invalid("The JSON body holds too many values.", code="invalid_json")
+
+
+def parse_form(texts: dict[bytes, bytes], *, keep_unknown: bool) -> ImageRequest:
+    """Judge the text fields of a form, as `parse_json` does a body."""
+    values = {}
+    for name_bytes, value in texts.items():
+        name = name_bytes.decode("utf-8", errors="replace")
+        try:
+            values[name] = value.decode()
+        except UnicodeDecodeError as error:
+            raise invalid("A form field is not valid UTF-8.", param=name) from error
+    try:
+        return ImageRequest.model_validate(values, extra="allow" if keep_unknown else "forbid", context=FORM)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+class ImageData(BaseModel):
+    """One picture, and the seed that draws it again."""
+
+    b64_json: str
+    seed: int
+
+
+class InputTokensDetails(BaseModel):
+    text_tokens: int
+    image_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    image_tokens: int
+    text_tokens: int
+
+
+class Usage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ImagesResponse(BaseModel):
+    """OpenAI's answer, with `model`, `warnings` and the seeds on top."""
+
+    created: int
+    data: list[ImageData]
+    background: Literal["transparent", "opaque"]
+    output_format: OutputFormat
+    quality: Literal["low", "medium", "high"]
+    size: str
+    usage: Usage
+    model: str
+    warnings: list[str]

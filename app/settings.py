@@ -1,0 +1,184 @@
+"""Every setting of the service, and the only place that reads the environment.
+
+One model serves four sources, first wins: a flag of `easel serve`, an `EASEL_…` variable, the YAML file named by
+`config`, the default. A name that none of them knows is an error, whichever source it stands in: a misspelled limit
+must not leave the service unlimited. A list is comma-separated in a flag or a variable, a plain list in YAML.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.config import EngineConfig
+
+ENV_PREFIX = "EASEL_"
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or has a value that can't be used; the message is for the operator."""
+
+
+def split_commas(value: object) -> object:
+    """Turn the text form of a list, `a,b`, into the list; anything else is left to the field's own validation."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_commas)]
+
+
+class Settings(BaseSettings):
+    """What an operator can choose. The descriptions are the text of `--help`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    config: Path | None = Field(None, description="YAML file that sets any of these, under the same names.")
+
+    model: Name | None = Field(None, description="Checkpoint folder or hub id; unset means the embedded demo model.")
+    served_model_name: Name | None = Field(
+        None, description="Name that clients ask for; unset means the checkpoint's own."
+    )
+    model_aliases: Names = Field(
+        ("gpt-image-1", "gpt-image-1-mini", "gpt-image-1.5", "dall-e-2", "dall-e-3"),
+        description="Further names that mean the served model, for clients that hard-code one.",
+    )
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N; auto prefers a GPU."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Weight type; auto is bfloat16 on a GPU and float32 on the CPU."
+    )
+
+    host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: Secrets = Field((), description="Key that clients must send; several are all valid, none means open.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+
+    max_queue: int = Field(64, ge=1, description="Requests admitted and unfinished before new ones get 429.")
+    max_batch_rows: int = Field(8, ge=1, description="Rows (one guidance branch of one image) in a batch.")
+    default_num_steps: int | None = Field(
+        None, ge=1, le=200, description="Denoise steps when a request names none; unset means the checkpoint's."
+    )
+    default_resolution: int | None = Field(
+        None, ge=32, le=4096, description="Resolution when a request names none; unset means the checkpoint's."
+    )
+
+    max_image_bytes: int = Field(20 * 2**20, ge=1, description="Largest input image file, in bytes.")
+    max_body_bytes: int = Field(96 * 2**20, ge=1, description="Largest request body, in bytes.")
+    max_image_pixels: int = Field(40_000_000, ge=1, description="Most pixels of an input image.")
+    min_side: int = Field(64, ge=1, description="Shortest side of an output image, in pixels.")
+    max_side: int = Field(4096, ge=1, description="Longest side of an output image, in pixels.")
+    max_output_pixels: int = Field(2048 * 2048, ge=1, description="Most pixels of an output image.")
+    max_aspect: float = Field(8.0, ge=1, description="Longest side of an output image over its shortest.")
+    max_pixel_steps: int = Field(
+        1_000_000_000, ge=1, description="Most work in one request: images times steps times output pixels."
+    )
+    unknown_fields: Literal["error", "warn"] = Field(
+        "error", description="Whether a request field that nobody knows is refused or only named in warnings."
+    )
+    drain_seconds: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="Time that running requests get to finish at shutdown."
+    )
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _drop_empty_aliases(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name)  # so that an empty text means no alias
+
+    @field_validator("api_key")
+    @classmethod
+    def _refuse_empty_key(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(key.get_secret_value() for key in keys):
+            raise ValueError("a key is empty")  # an unset variable upstream, most likely: never read it as "no key"
+        return keys
+
+    @model_validator(mode="after")
+    def _check_sides(self) -> Settings:
+        if self.min_side > self.max_side:
+            raise ValueError(f"min_side ({self.min_side}) is greater than max_side ({self.max_side})")
+        if self.min_side**2 > self.max_output_pixels:
+            raise ValueError(f"max_output_pixels ({self.max_output_pixels}) is less than min_side squared")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources; called for each new object, so the YAML file is the one this object's `config` names."""
+        refuse_unknown_variables()
+        config = init_settings().get("config") or env_settings().get("config")
+        yaml_settings = InitSettingsSource(settings_cls, read_yaml(Path(config)) if config else {})
+        return init_settings, env_settings, yaml_settings
+
+    def engine_config(self) -> EngineConfig:
+        """The part of the settings that the engine is built from."""
+        from models.checkpoint import embedded_checkpoint  # brings torch, which `easel --help` should not wait for
+
+        return EngineConfig(
+            model=self.model or str(embedded_checkpoint()),
+            device=self.device,
+            dtype=self.dtype,
+            max_queue=self.max_queue,
+            max_batch_rows=self.max_batch_rows,
+            default_num_steps=self.default_num_steps,
+            default_resolution_px=self.default_resolution,
+        )
+
+
+def refuse_unknown_variables() -> None:
+    """Raise `SettingsError` for an `EASEL_…` variable that sets nothing."""
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    if unknown:
+        raise SettingsError(f"unknown environment variable: {', '.join(unknown)}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping. Raises `SettingsError`."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config: can't read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"config: {path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise SettingsError(f"config: {path} does not hold a mapping of settings")
+    return content
+
+
+def load_settings(**flags: object) -> Settings:
+    """Settings from all sources, `flags` first. Raises `SettingsError` with one line for each fault."""
+    try:
+        return Settings(**flags)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise SettingsError("\n".join(fault_line(fault["loc"], fault["msg"]) for fault in error.errors())) from error
+
+
+def fault_line(location: tuple[int | str, ...], message: str) -> str:
+    """One fault as `name: what is wrong`. Never the value: it may be a key."""
+    message = message.removeprefix("Value error, ")
+    if not location:
+        return message
+    if location[0] not in Settings.model_fields:
+        return f"{location[0]}: there is no such setting"
+    return f"{location[0]}: {message}"

@@ -1,0 +1,165 @@
+"""What holds on every route: ids, keys, limits, and the envelope around every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from app.main import create_app
+from app.settings import Settings
+from engine.errors import EngineStopped, GenerationFailed, InvalidRequest, NotReady, QueueFull
+
+URL = "/v1/images/generations"
+PROBES = {"/health", "/health/live", "/health/ready", "/v1/health"}
+
+
+@pytest.mark.parametrize("own_id", ["a", "A-b_c.9", "x" * 64])
+async def test_the_clients_request_id_is_kept(client, engine, own_id):
+    response = await client.post(URL, json={"prompt": "a"}, headers={"x-request-id": own_id})
+    assert response.headers["x-request-id"] == own_id
+    assert engine.request_ids == [own_id]
+
+
+@pytest.mark.parametrize("own_id", ["", "a b", "x" * 65, "../x", "a\tb", "é".encode("latin-1"), "a\x1b[31m"])
+async def test_an_unsafe_request_id_is_replaced(client, own_id):
+    ids = set()
+    for path in ("/health/live", "/nowhere"):
+        response = await client.get(path, headers={"x-request-id": own_id})
+        ids.add(response.headers["x-request-id"])
+    assert len(ids) == 2
+    assert all(request_id.startswith("req_") for request_id in ids)
+
+
+def routes_of(app):
+    """Every (method, path) of the application, with something in place of path parameters, and paths it lacks."""
+    table = [
+        (method, route.path.replace("{model:path}", "x"))
+        for route in iter_route_contexts(app.routes)
+        for method in route.methods
+    ]
+    assert len(table) >= 9
+    assert "{" not in str(table)
+    return [*table, *(("GET", path) for path in ("/nowhere", "/health/", "/health/live/x"))]
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", "Bearer ", "Basic one", "one", "Bearer on", "Bearer one two", "Bearer onë"]
+)
+async def test_every_route_but_the_probes_asks_for_a_key(connect, engine, refused, authorization):
+    client = await connect(api_key=("one", "two-ü"))
+    headers = {"authorization": authorization.encode("latin-1")} if authorization else {}
+    routes = routes_of(create_app(Settings(), engine))
+    assert {path for _, path in routes} >= {URL, "/v1/images/edits", "/v1/models", "/openapi.json", *PROBES}
+    for method, path in routes:
+        response = await client.request(method, path, headers=headers)
+        if path in PROBES:
+            assert response.status_code == 200
+        elif method == "HEAD":
+            assert response.status_code == 401
+        else:
+            refused(response, 401, code="invalid_api_key")
+
+
+@pytest.mark.parametrize("key", ["one", "two-ü"])
+async def test_each_key_opens(connect, key):
+    client = await connect(api_key=("one", "two-ü"))
+    for scheme in ("Bearer", "bearer"):
+        response = await client.get("/v1/models", headers={"authorization": f"{scheme} {key}".encode()})
+        assert response.status_code == 200
+
+
+async def test_unknown_path_and_wrong_method_are_in_the_envelope(client, refused):
+    for path in ("/", "/nowhere", "/v1/images/generations/", "/docs", "/a\x07b", "/%00", "/%0d%0ax"):
+        refused(await client.get(path.replace("\x07", "%07")), 404, code="route_not_found")
+    response = await client.get(URL)
+    refused(response, 405, code="method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("too long", param="prompt"), 400, "invalid_value"),
+        (QueueFull("full", retry_after_s=2.25), 429, "queue_full"),
+        (NotReady("restarting", retry_after_s=0.5), 503, "not_ready"),
+        (EngineStopped("stopped"), 503, "stopped"),
+        (GenerationFailed("not finite"), 500, "generation_failed"),
+        (GenerationFailed("does not fit", code="out_of_memory"), 500, "out_of_memory"),
+    ],
+)
+async def test_engine_errors_in_http(client, engine, refused, error, status, code):
+    engine.error = error
+    response = await client.post(URL, json={"prompt": "a"})
+    refused(response, status, code=code, param="prompt" if status == 400 else None)
+    assert (response.headers.get("x-should-retry") == "false") == (status == 500)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+    if status == 429:
+        assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("3", "2250")
+    engine.error = None
+    assert (await client.post(URL, json={"prompt": "a"})).status_code == 200
+
+
+async def test_engine_names_of_fields_become_the_clients(client, engine, refused):
+    engine.error = InvalidRequest("too small", param="condition_images")
+    refused(await client.post(URL, json={"prompt": "a"}), 400, param="image")
+
+
+async def test_unforeseen_exception_is_a_500_with_an_id_and_a_log_line(client, engine, refused, caplog):
+    engine.error = RuntimeError("secret detail in /some/path")
+    with caplog.at_level(logging.ERROR):
+        response = await client.post(URL, json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    refused(response, 500, code="internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "mine"
+    [record] = caplog.records
+    assert record.request_id == "mine"
+    assert "secret detail" in str(record.exc_info[1])
+
+
+async def test_declared_length_over_the_limit_is_413_unread(connect, refused):
+    client = await connect(max_body_bytes=1000)
+
+    async def unread():
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"content-type": "application/json", "content-length": "1001"}
+    refused(await client.post(URL, content=unread(), headers=headers), 413)
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/images/edits"])
+async def test_chunked_body_over_the_limit_is_413_while_it_arrives(connect, refused, path):
+    client = await connect(max_body_bytes=100_000)
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 10_000
+            yield b"\r\n" * 5000
+
+    content_type = "application/json" if path == URL else "multipart/form-data; boundary=frontier"
+    refused(await client.post(path, content=endless(), headers={"content-type": content_type}), 413)
+    assert sent <= 120_000
+
+
+async def test_body_at_the_limit_is_taken(connect):
+    body = b'{"prompt": "a"}'
+    client = await connect(max_body_bytes=len(body))
+    headers = {"content-type": "application/json"}
+    assert (await client.post(URL, content=body, headers=headers)).status_code == 200
+    assert (await client.post(URL, content=body + b" ", headers=headers)).status_code == 413
+
+
+async def test_pictures_are_encoded_off_the_event_loop(client, engine):
+    request = asyncio.create_task(client.post(URL, json={"prompt": "a", "size": "2048x2048"}))
+    longest, last = 0.0, asyncio.get_running_loop().time()
+    while not request.done():
+        await asyncio.sleep(0.001)
+        now = asyncio.get_running_loop().time()
+        longest, last = max(longest, now - last), now
+    assert request.result().status_code == 200
+    assert longest < 2
