@@ -15,6 +15,7 @@ from app.middleware import Authentication, BodyLimit, RequestContext
 from app.routes import health, images, models
 from app.settings import Settings
 from engine.engine import Engine
+from models.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     def on_loaded(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
             app.state.startup_error = engine.failure or str(error) or type(error).__name__
-            logger.error("the model could not be loaded: %s", app.state.startup_error, exc_info=error)
+            unforeseen = None if isinstance(error, CheckpointError) else error
+            logger.error("the model could not be loaded: %s", app.state.startup_error, exc_info=unforeseen)
             stop_server: Callable[[], None] = app.state.stop_server
             stop_server()
 

@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
@@ -116,7 +117,7 @@ def build_checkpoint(folder: Path, spec: TinySpec | None = None) -> Path:
     return folder
 
 
-def _enliven(network: torch.nn.Module) -> torch.nn.Module:
+def _enliven(network: Any) -> Any:
     """Draw every weight so that each layer matters: matrices and kernels keep their input's variance, norm weights
     and biases leave the ones and zeros they start from. With the default initialisation most layers add next to
     nothing, and a mistake in them would pass for rounding."""
@@ -154,6 +155,7 @@ def _tokenizer(spec: TinySpec) -> Qwen2Tokenizer:
 def _text_encoder(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     head_dim = spec.text_hidden // spec.text_heads
     sixth = head_dim // 6
+    ids = tokenizer.get_vocab()
     config = Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -181,10 +183,10 @@ def _text_encoder(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLForCondit
             "deepstack_visual_indexes": list(spec.deepstack),
             "patch_size": 16,
         },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
     )
     return Qwen3VLForConditionalGeneration(config)
 
@@ -217,7 +219,7 @@ def _vae(spec: TinySpec) -> AutoencoderKLQwenImage21:
     )
 
 
-def _scheduler(spec: TinySpec) -> FlowMatchEulerDiscreteScheduler:
+def _scheduler(spec: TinySpec) -> Any:
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,

@@ -1,0 +1,187 @@
+"""The container files against the code that they start. No Docker engine is needed: the files are read, and the
+steps that install run in a copy of what the image would hold."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import build_parser
+from app.settings import ENV_PREFIX, Settings, load_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTRUCTIONS = [
+    tuple(line.split(maxsplit=1))
+    for line in re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    if line and not line.startswith("#")
+]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
+
+
+def instructions(name: str) -> list[str]:
+    return [argument for instruction, argument in INSTRUCTIONS if instruction == name]
+
+
+def image_environment() -> dict[str, str]:
+    return dict(pair.split("=", 1) for line in instructions("ENV") for pair in shlex.split(line))
+
+
+def copied_from_context() -> list[tuple[str, str]]:
+    """(source, destination folder) of every COPY that takes files of this repository."""
+    copies = []
+    for line in instructions("COPY"):
+        *sources, destination = line.split()
+        if not sources[0].startswith("--from"):
+            copies.extend((source, destination) for source in sources)
+    return copies
+
+
+def settings_of(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        if name.startswith(ENV_PREFIX):
+            monkeypatch.setenv(name, value)
+    return load_settings()
+
+
+def seconds(duration: str) -> int:
+    return int(duration[:-1]) * {"s": 1, "m": 60}[duration[-1]]
+
+
+def test_image_copies_what_exists_and_is_not_ignored() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for source, _ in copied_from_context():
+        assert (ROOT / source).exists(), source
+        assert source.partition("/")[0] in kept, source
+
+
+def test_image_is_pinned_and_not_root() -> None:
+    bases = [line.split()[0] for line in instructions("FROM")]
+    assert len(set(bases)) == 1
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", bases[0])
+    (user,) = instructions("USER")
+    assert int(user) > 0
+    assert f"useradd --uid {user} " in " ".join(instructions("RUN"))
+
+
+def test_image_serves_on_the_exposed_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(image_environment(), monkeypatch)
+    assert settings.host == "0.0.0.0"
+    assert instructions("EXPOSE") == [str(settings.port)]
+    (health,) = instructions("HEALTHCHECK")
+    assert "/health/ready" in health
+
+
+def test_image_starts_a_command_that_exists() -> None:
+    (entrypoint,) = instructions("ENTRYPOINT")
+    program, *arguments = yaml.safe_load(entrypoint)
+    assert program == "easel"
+    assert build_parser().parse_args(arguments).command == "serve"
+
+
+def test_models_are_kept_in_a_volume() -> None:
+    assert instructions("VOLUME") == [image_environment()["HF_HOME"]]
+    assert SERVICES["easel-gpu"]["volumes"] == [f"models:{image_environment()['HF_HOME']}"]
+    assert "models" in COMPOSE["volumes"]
+
+
+@each_service
+def test_service_settings_are_real(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(service["environment"], monkeypatch)
+    assert seconds(service["stop_grace_period"]) > settings.drain_seconds + 10
+    arguments = build_parser().parse_args(["serve", *service.get("command", [])])
+    assert getattr(arguments, "model", None) == (service.get("command") or [None])[0]
+
+
+@each_service
+def test_service_is_looked_after(service: dict[str, Any]) -> None:
+    assert service["init"] is True
+    assert service["restart"] == "unless-stopped"
+    (health,) = instructions("HEALTHCHECK")
+    assert health.endswith(service["healthcheck"]["test"].replace("$$", "$"))
+    assert service["build"]["args"].keys() <= {line.partition("=")[0] for line in instructions("ARG")}
+
+
+def test_plain_up_starts_the_cpu_service_alone() -> None:
+    assert [name for name, service in SERVICES.items() if not service.get("profiles")] == ["easel"]
+    assert SERVICES["easel-gpu"]["profiles"] == ["gpu"]
+    (device,) = SERVICES["easel-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_published_ports_differ_and_reach_the_image() -> None:
+    published = [port.split(":") for service in SERVICES.values() for port in service["ports"]]
+    assert {container for *_, container in published} == set(instructions("EXPOSE"))
+    assert len({host for _, host, _ in published}) == len(published)
+
+
+def test_installs_from_what_the_image_copies(tmp_path: Path) -> None:
+    """The packages alone, not the gigabytes that they depend on: those are borrowed from this environment."""
+    for source, destination in copied_from_context():
+        if destination.startswith("/"):
+            continue  # of the last stage, after the installation
+        target = tmp_path / "src" / destination
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, target)
+    install = ["sh", "docker/install.sh", str(tmp_path / "easel"), "--quiet", "--no-deps"]
+    environment = os.environ | {"PYTHON": sys.executable, "TORCH_INDEX_URL": ""}
+    subprocess.run(install, cwd=tmp_path / "src", env=environment, check=True, timeout=300)
+    shutil.rmtree(tmp_path / "src")
+
+    borrowed = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    easel = tmp_path / "easel" / "bin" / "easel"
+    version = subprocess.run([easel, "--version"], cwd=tmp_path, env=borrowed, check=True, capture_output=True)
+    assert version.stdout.startswith(b"easel ")
+    (installed,) = (tmp_path / "easel").glob("lib/python*/site-packages/models/demo")
+    files = {path.relative_to(ROOT / "models" / "demo") for path in (ROOT / "models" / "demo").rglob("*")}
+    assert files and files == {path.relative_to(installed) for path in installed.rglob("*")}
+
+
+class Probe(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health/ready" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def probed() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Probe) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_healthcheck(probed: str) -> None:
+    def check(url: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([sys.executable, ROOT / "docker" / "healthcheck.py", url], capture_output=True)
+
+    assert check(f"{probed}/health/ready").returncode == 0
+    loading = check(f"{probed}/loading")
+    assert loading.returncode == 1
+    assert b"503" in loading.stderr
+    assert check("http://127.0.0.1:1/health/ready").returncode == 1
