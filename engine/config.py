@@ -10,14 +10,22 @@ class EngineConfig:
     """Start-up choices of the engine.
 
     `model` is a checkpoint folder or a hub id. `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` is "auto"
-    (float32 on the CPU, bfloat16 on CUDA), "float32" or "bfloat16". `max_queue` bounds the requests that are admitted
-    and unfinished. None leaves a default to the checkpoint.
+    (float32 on the CPU, bfloat16 on CUDA), "float32" or "bfloat16". `worker` runs the device's loop in a "process" of
+    its own, which is replaced when it dies, or "inline" in a thread. `max_queue` bounds the requests that are admitted
+    and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a request that has been here
+    for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
+    `hang_timeout_s`, or 20 times what items usually take, counts as dead. None leaves a default to the checkpoint.
     """
 
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    worker: str = "process"
     max_queue: int = 64
     max_batch_rows: int = 8
+    policy: str = "shortest"
+    max_stretch: float = 10.0
+    hang_timeout_s: float = 60.0
+    max_output_pixels: int = 2048 * 2048
     default_num_steps: int | None = None
     default_resolution_px: int | None = None

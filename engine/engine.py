@@ -1,43 +1,53 @@
 """The engine as the rest of the service sees it: submit params, await pictures.
 
 Admission, CPU preprocessing and results live on the asyncio side; the device lives in the worker. The engine keeps
-every admitted request until its answer is out or its client is gone.
+every admitted request until its answer is out or its client is gone, so a worker can die at any time: its successor
+gets all of them again, from the start, with the same seeds. A request under whose work two workers died fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
-from engine.errors import EngineStopped, GenerationFailed, NotReady, QueueFull
-from engine.prepare import MAX_CONDITION_IMAGES, MAX_PROMPT_TOKENS, Admission, Preparer
-from engine.request import GeneratedImage, GenerationParams, GenerationResult, ModelCard, Progress
-from engine.runner import Runner
-from engine.worker import (
+from engine.cost_model import CostModel
+from engine.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    GenerationFailed,
+    NotReady,
+    QueueFull,
+    RequestCancelled,
+)
+from engine.host import LoadRunner
+from engine.loading import load_runner, read_checkpoint
+from engine.messages import (
     Abort,
     Event,
     ImageReady,
+    OutOfMemoryRetried,
     RequestFailed,
-    StepDone,
-    Stop,
     Submit,
-    Worker,
-    WorkerFailed,
+    WorkDone,
     WorkerReady,
 )
-from models.checkpoint import find_checkpoint
-from models.errors import CheckpointError
-from models.image_model import CheckpointConfigs, ImageModel, resolve_device, resolve_dtype
+from engine.pending import Pending
+from engine.prepare import Preparer
+from engine.request import GenerationParams, GenerationResult, ModelCard, Progress, RequestStatus
+from engine.scheduler import Limits, Policy
+from engine.supervisor import Death, Supervisor
+from engine.work import request_ids
 
-LOADING_RETRY_S = 5.0
-QUEUE_RETRY_S = 1.0
+MAX_DEATHS = 2  # of workers under one request's work
+DEFAULT_RETRY_S = 5.0
+LATE = "The request could not be finished within its time limit."
 
 
 class EngineState(enum.StrEnum):
@@ -45,35 +55,62 @@ class EngineState(enum.StrEnum):
 
     LOADING = "loading"
     READY = "ready"
+    RESTARTING = "restarting"
     DRAINING = "draining"
     STOPPED = "stopped"
     FAILED = "failed"
 
 
-@dataclass(slots=True)
-class _Pending:
-    """An admitted request until it is answered."""
+@dataclass(frozen=True, slots=True)
+class WorkerRestarted:
+    """The worker died and a new one is being started."""
 
-    admission: Admission
-    done: asyncio.Future[None]
-    on_progress: Callable[[Progress], None] | None
-    pictures: dict[int, np.ndarray] = field(default_factory=dict)
-    started: bool = False
+
+Observation = WorkDone | OutOfMemoryRetried | WorkerRestarted
 
 
 class Engine:
-    """One checkpoint on one device. Create, `start`, `generate` from any number of tasks, `stop`."""
+    """One checkpoint on one device. Create, `start`, `generate` from any number of tasks, `stop`.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `load` builds the runner inside the worker; by default it loads the configured checkpoint. `observe` is told of
+    every item of work, for metrics.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        load: LoadRunner | None = None,
+        observe: Callable[[Observation], None] = lambda observation: None,
+    ) -> None:
         self._config = config
+        self._observe = observe
         self._state = EngineState.LOADING
         self._failure: str | None = None
         self._card: ModelCard | None = None
         self._preparer: Preparer | None = None
-        self._worker: Worker | None = None
-        self._pending: dict[str, _Pending] = {}
+        self._costs = CostModel()
+        self._pending: dict[str, Pending] = {}
         self._serial = itertools.count()
-        self._num_preparing = 0
+        self._num_admitted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._load_s = DEFAULT_RETRY_S
+        self._on_failure: Callable[[str], None] = lambda reason: None
+        self._supervisor = Supervisor(
+            load or functools.partial(load_runner, config),
+            Limits(
+                max_batch_rows=config.max_batch_rows,
+                max_stretch=config.max_stretch,
+                policy=Policy(config.policy),
+            ),
+            in_process=config.worker == "process",
+            hang_timeout_s=config.hang_timeout_s,
+            on_event=self._on_event,
+            on_death=self._on_death,
+            on_give_up=self._give_up,
+            is_busy=lambda: bool(self._pending),
+        )
 
     def __repr__(self) -> str:
         return f"<Engine {self._state}: {self.num_running} running, {self.num_waiting} waiting>"
@@ -84,13 +121,13 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine could not start, for the operator; None unless `state` is `FAILED`."""
+        """Why the engine can't serve, for the operator; None unless `state` is `FAILED`."""
         return self._failure
 
     @property
     def card(self) -> ModelCard:
         if self._card is None:
-            raise NotReady("The model is loading.", retry_after_s=LOADING_RETRY_S)
+            raise NotReady("The model is loading.", retry_after_s=DEFAULT_RETRY_S)
         return self._card
 
     @property
@@ -99,62 +136,46 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._pending) - self.num_running + self._num_preparing
+        return self._num_admitted - self.num_running
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted time until everything that was admitted is done."""
+        return sum(pending.remaining_s(self._costs) for pending in self._pending.values())
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._supervisor.worker_pid
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when a worker can't be replaced and the engine gives up."""
+        self._on_failure = callback
 
     async def start(self) -> None:
         """Read the configs, load the weights and return when requests can be served. `CheckpointError` says what is
         wrong with the checkpoint."""
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
+        started_s = time.monotonic()
         try:
-            configs, self._preparer = await asyncio.to_thread(self._read_configs)
-
-            def deliver(event: Event) -> None:
-                loop.call_soon_threadsafe(self._on_event, event, ready)
-
-            self._worker = Worker(lambda: self._load(configs), self._config.max_batch_rows, deliver)
-            self._worker.start()
-            await ready
+            configs, card = await asyncio.to_thread(read_checkpoint, self._config)
+            self._card = card
+            self._preparer = await asyncio.to_thread(Preparer, configs, card)
+            await self._supervisor.start()
         except Exception as error:
             self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
             raise
+        self._load_s = time.monotonic() - started_s
         if self._state is EngineState.LOADING:
             self._state = EngineState.READY
 
-    def _read_configs(self) -> tuple[CheckpointConfigs, Preparer]:
-        folder: Path = find_checkpoint(self._config.model)
-        configs = CheckpointConfigs.read(folder)
-        index = configs.index
-        fixed = index.sample_sigmas is not None
-        self._card = ModelCard(
-            name=self._config.model,
-            max_condition_images=MAX_CONDITION_IMAGES,
-            default_resolution_px=self._config.default_resolution_px or index.output_resolution,
-            default_num_steps=index.default_num_steps
-            if fixed
-            else self._config.default_num_steps or index.default_num_steps,
-            fixed_num_steps=fixed,
-            size_multiple_px=configs.size_multiple_px,
-            max_prompt_tokens=MAX_PROMPT_TOKENS,
-        )
-        return configs, Preparer(configs, self._card)
-
-    def _load(self, configs: CheckpointConfigs) -> Runner:
-        device = resolve_device(self._config.device)
-        return Runner(ImageModel.load(configs, device, resolve_dtype(self._config.dtype, device)))
-
     async def stop(self, drain_s: float) -> None:
         """Admit nothing more, give what was admitted up to `drain_s` seconds, then fail the rest and stop."""
-        if self._state is not EngineState.FAILED:
+        if self._state not in (EngineState.FAILED, EngineState.STOPPED):
             self._state = EngineState.DRAINING
-        waiting = [pending.done for pending in self._pending.values()]
-        if waiting and drain_s > 0:
-            await asyncio.wait(waiting, timeout=drain_s)
-        for request_id in list(self._pending):
-            self._fail(request_id, EngineStopped("The service stopped before this request was finished."))
-        if self._worker is not None:
-            self._worker.send(Stop())
-            await asyncio.to_thread(self._worker.join)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), drain_s)
+        for pending in list(self._pending.values()):
+            _fail(pending, EngineStopped("The service stopped before this request was finished."))
+        await self._supervisor.stop()
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
 
@@ -168,68 +189,140 @@ class Engine:
         """Generate every picture of one request. Cancelling the awaiting task aborts the request: its place in the
         queue and its memory are free before the next item of work.
 
+        `request_id` is what `status` and `cancel` know the request by; of several with one id they mean the newest.
         Raises the errors of `engine.errors`.
         """
-        worker, preparer = self._admitting()
-        request_id = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
-        self._num_preparing += 1
+        preparer = self._admitting()
+        self._num_admitted += 1
+        self._idle.clear()
         try:
-            admission = await asyncio.to_thread(preparer.prepare, params, request_id)
+            return await self._generate(preparer, params, request_id, on_progress)
         finally:
-            self._num_preparing -= 1
-        if self._state is not EngineState.READY:
-            raise NotReady("The service is stopping.", retry_after_s=LOADING_RETRY_S)
-        done = asyncio.get_running_loop().create_future()
-        pending = self._pending[request_id] = _Pending(admission, done, on_progress)
-        worker.send(Submit(admission.request))
+            self._num_admitted -= 1
+            if self._num_admitted == 0:
+                self._idle.set()
+
+    async def _generate(
+        self,
+        preparer: Preparer,
+        params: GenerationParams,
+        request_id: str,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> GenerationResult:
+        arrived_s = time.monotonic()
+        deadline_s = None if params.timeout_s is None else arrived_s + params.timeout_s
+        key = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
+        admission = await asyncio.to_thread(preparer.prepare, params, key)
+        request = replace(admission.request, arrived_s=arrived_s, deadline_s=deadline_s)
+        if deadline_s is not None and time.monotonic() + self._costs.isolated_s(request) > deadline_s:
+            raise DeadlineExceeded("The request can't be finished within its time limit.")
+        pending = Pending(request_id, request, admission, asyncio.get_running_loop().create_future(), on_progress)
+        self._pending[key] = pending
+        self._supervisor.send(Submit(request))
         try:
-            await done
-        except asyncio.CancelledError:
-            worker.send(Abort(request_id))
-            raise
+            async with asyncio.timeout(None if deadline_s is None else deadline_s - time.monotonic()):
+                await pending.done
+        except TimeoutError:
+            raise DeadlineExceeded(LATE) from None
         finally:
-            self._pending.pop(request_id, None)
-        return _result(pending)
+            del self._pending[key]
+            if len(pending.pictures) < request.num_images:
+                self._supervisor.send(Abort(key))
+        return pending.result()
 
-    def _admitting(self) -> tuple[Worker, Preparer]:
-        if self._state is not EngineState.READY or self._worker is None or self._preparer is None:
-            raise NotReady(f"The service is not ready: it is {self._state}.", retry_after_s=LOADING_RETRY_S)
-        if len(self._pending) + self._num_preparing >= self._config.max_queue:
-            raise QueueFull("The queue is full.", retry_after_s=QUEUE_RETRY_S)
-        return self._worker, self._preparer
+    def status(self, request_id: str) -> RequestStatus | None:
+        """Where a request is; None when it is not (or no longer) here."""
+        pending = self._find(request_id)
+        if pending is None:
+            return None
+        ahead = [other for other in self._in_order() if other is not pending]
+        before = ahead[: self._in_order().index(pending)]
+        return RequestStatus(
+            request_id=request_id,
+            running=pending.started,
+            position=0 if pending.started else 1 + sum(not other.started for other in before),
+            step=sum(pending.steps.values()),
+            num_steps=pending.request.num_steps * pending.request.num_images,
+            eta_s=sum(other.remaining_s(self._costs) for other in (*before, pending)),
+        )
 
-    def _on_event(self, event: Event, ready: asyncio.Future[None]) -> None:
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request by its id; whoever awaits it gets `RequestCancelled`. False when it is not here."""
+        pending = self._find(request_id)
+        if pending is not None:
+            _fail(pending, RequestCancelled("The request was cancelled."))
+        return pending is not None
+
+    def _find(self, request_id: str) -> Pending | None:
+        return next((p for p in reversed(self._pending.values()) if p.label == request_id), None)
+
+    def _in_order(self) -> list[Pending]:
+        """Pending requests in the order in which they will probably be done."""
+        if self._config.policy == Policy.FCFS:
+            return list(self._pending.values())
+        return sorted(self._pending.values(), key=lambda p: (-p.request.priority, p.remaining_s(self._costs)))
+
+    def _admitting(self) -> Preparer:
+        if self._state is not EngineState.READY or self._preparer is None:
+            retry_after_s = self._load_s if self._state is EngineState.RESTARTING else DEFAULT_RETRY_S
+            raise NotReady(f"The service is not ready: it is {self._state}.", retry_after_s=retry_after_s)
+        if self._num_admitted >= self._config.max_queue:
+            raise QueueFull("The queue is full.", retry_after_s=self._next_place_s())
+        return self._preparer
+
+    def _next_place_s(self) -> float:
+        """Predicted time until a place in the queue is free."""
+        return min((pending.remaining_s(self._costs) for pending in self._pending.values()), default=1.0)
+
+    def _on_event(self, event: Event) -> None:
         match event:
-            case WorkerReady():
-                if not ready.done():
-                    ready.set_result(None)
-            case WorkerFailed(message):
-                if not ready.done():
-                    ready.set_exception(CheckpointError(message))
-            case RequestFailed(request_id, code, message):
-                self._fail(request_id, GenerationFailed(message, code=code))
-            case StepDone() | ImageReady():
-                if pending := self._pending.get(event.request_id):
-                    self._advance(pending, event)
+            case WorkerReady(cost_model):
+                self._costs = cost_model
+                if self._state is EngineState.RESTARTING:
+                    self._state = EngineState.READY
+                for pending in self._pending.values():
+                    self._supervisor.send(Submit(pending.request))
+            case WorkDone():
+                self._observe(event)
+                for pending in self._of(request_ids(event.work)):
+                    pending.record(event)
+            case ImageReady():
+                for pending in self._of((event.request_id,)):
+                    pending.receive(event)
+            case RequestFailed():
+                for pending in self._of((event.request_id,)):
+                    _fail(pending, _error_of(event))
+            case OutOfMemoryRetried():
+                self._observe(event)
 
-    def _advance(self, pending: _Pending, event: StepDone | ImageReady) -> None:
-        request = pending.admission.request
-        pending.started = True
-        if isinstance(event, StepDone):
-            if pending.on_progress is not None:
-                pending.on_progress(Progress(event.image_index, event.step, request.num_steps))
-            return
-        pending.pictures[event.image_index] = event.pixels
-        if len(pending.pictures) == request.num_images and not pending.done.done():
-            pending.done.set_result(None)
+    def _of(self, keys: tuple[str, ...]) -> Iterator[Pending]:
+        return (self._pending[key] for key in keys if key in self._pending)
 
-    def _fail(self, request_id: str, error: Exception) -> None:
-        pending = self._pending.get(request_id)
-        if pending is not None and not pending.done.done():
-            pending.done.set_exception(error)
+    def _on_death(self, death: Death) -> None:
+        """Take everything back to its start. What may have caused the death runs alone from now on, or fails."""
+        if self._state is EngineState.READY:
+            self._state = EngineState.RESTARTING
+        self._observe(WorkerRestarted())
+        for pending in self._of(death.blamed):
+            pending.deaths += 1
+            if pending.deaths >= MAX_DEATHS:
+                _fail(pending, GenerationFailed("This request made the worker fail.", code="worker_died"))
+        for key, pending in self._pending.items():
+            pending.restart(alone=key in death.blamed)
+
+    def _give_up(self, reason: str) -> None:
+        self._state, self._failure = EngineState.FAILED, reason
+        for pending in self._pending.values():
+            _fail(pending, EngineStopped("The service can't go on."))
+        self._on_failure(reason)
 
 
-def _result(pending: _Pending) -> GenerationResult:
-    request = pending.admission.request
-    images = tuple(GeneratedImage(pending.pictures[index], seed) for index, seed in enumerate(request.seeds))
-    return GenerationResult(images, pending.admission.usage, request.num_steps, pending.admission.warnings)
+def _fail(pending: Pending, error: Exception) -> None:
+    if not pending.done.done():
+        pending.done.set_exception(error)
+
+
+def _error_of(event: RequestFailed) -> Exception:
+    if event.code == "deadline_exceeded":
+        return DeadlineExceeded(event.message)
+    return GenerationFailed(event.message, code=event.code)

@@ -4,10 +4,14 @@
     ├── InvalidRequest      the client's fault: `message`, `param`, `code`
     ├── QueueFull           try again after `retry_after_s`
     ├── NotReady            loading, draining or restarting; try again after `retry_after_s`
+    ├── DeadlineExceeded    the request can't be, or was not, finished in the time its client gives it
+    ├── RequestCancelled    somebody cancelled the request by its id
     ├── GenerationFailed    the request was accepted and could not be finished
     └── EngineStopped       the service stopped before the request was finished
+    DeviceOutOfMemory       the runner's word for an allocation that failed; the worker tries again smaller
+    DeviceLost              the runner's word for a device that no longer answers; the worker is replaced
 
-`app.errors` maps each of them to HTTP in one place. Messages are written for the client: no paths, no reprs.
+`app.errors` maps each `EngineError` to HTTP in one place. Messages are written for the client: no paths, no reprs.
 """
 
 from __future__ import annotations
@@ -54,5 +58,21 @@ class GenerationFailed(EngineError):
         self.code = code
 
 
+class DeadlineExceeded(EngineError):
+    """The request can't be finished, or was not finished, in the time that its client gives it."""
+
+
+class RequestCancelled(EngineError):
+    """The request was cancelled by its id."""
+
+
 class EngineStopped(EngineError):
     """The engine stopped while the request was still waiting or running."""
+
+
+class DeviceOutOfMemory(Exception):
+    """An allocation on the device failed; nothing of the item of work has happened."""
+
+
+class DeviceLost(Exception):
+    """The device no longer answers this process."""

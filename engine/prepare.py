@@ -64,6 +64,8 @@ class Preparer:
             sigmas=self._sigmas(params, target_grid, warnings),
             seeds=tuple((params.seed + index) % SEEDS for index in range(params.num_images)),
             true_cfg_scale=params.true_cfg_scale,
+            priority=params.priority,
+            alone=params.deterministic,
         )
         usage = TokenUsage(
             text_tokens=sum(prompt.layout.num_text_tokens for prompt in prompts),

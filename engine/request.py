@@ -24,6 +24,9 @@ class GenerationParams:
     `size_px` is the exact (width, height) of the output, or None for `auto`: the last condition image's aspect ratio,
     or a square, at about `resolution_px`² pixels. `negative_prompt` "" is a negative prompt; None is none.
     `num_steps` and `resolution_px` None mean the checkpoint's defaults. Image i uses seed + i (modulo 2**32).
+
+    Work that can't be finished within `timeout_s` is refused or given up. Among waiting requests a higher `priority`
+    goes first. `deterministic` runs the request alone, so that neighbours can't change the rounding of its picture.
     """
 
     prompt: str
@@ -35,6 +38,9 @@ class GenerationParams:
     num_images: int = 1
     num_steps: int | None = None
     true_cfg_scale: float = 1.0
+    timeout_s: float | None = None
+    priority: int = 0
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,19 @@ class GeneratedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went, in seconds. `queue_s` is all the time in which nothing of it ran. Items shared with
+    others count in full; `batch_size` is the mean number of pictures in its steps."""
+
+    queue_s: float
+    encode_s: float
+    prefill_s: float
+    steps_s: float
+    decode_s: float
+    batch_size: float
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResult:
     """A finished request. `warnings` are sentences for the client about what had no effect."""
 
@@ -62,6 +81,7 @@ class GenerationResult:
     usage: TokenUsage
     num_steps: int
     warnings: tuple[str, ...]
+    timings: Timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +91,19 @@ class Progress:
     image_index: int
     step: int  # finished steps, 1-based
     num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """Where an admitted request is. `position` is 0 while it is running, else its place among those that wait; `step`
+    and `num_steps` count over all its images; `eta_s` is a prediction."""
+
+    request_id: str
+    running: bool
+    position: int
+    step: int
+    num_steps: int
+    eta_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +137,10 @@ class PreparedRequest:
     sigmas: tuple[float, ...]
     seeds: tuple[int, ...]
     true_cfg_scale: float
+    arrived_s: float = 0.0  # on the monotonic clock, which all processes of a machine share
+    deadline_s: float | None = None
+    priority: int = 0
+    alone: bool = False  # never shares a step
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,8 @@
 """Runs items of work on the device. The only place that touches a request's tensors.
 
 A request's state here is its encoded prompts, its prefixes (one per CFG branch) and the latents of its images. Rows of
-a denoise step are gathered from any requests with one batch key: prefixes may differ in length, steps in sigma.
+a denoise step are gathered from any requests with one batch key: prefixes may differ in length, steps in sigma. An
+item either happens as a whole or not at all, so it can be tried again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import GenerationFailed
+from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
+from engine.profile import Profile, measure
 from engine.request import PreparedRequest
-from engine.scheduler import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample, Work
+from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 from models.image_model import ImageModel
 from models.prefix_kv import Prefix
 from models.rope import target_table
@@ -29,13 +31,16 @@ class _State:
     prefixes: list[Prefix] = field(default_factory=list)  # per branch
     rotary: list[Tensor] = field(default_factory=list)  # per branch: (2, target tokens, head_dim / 2)
     latents: list[Tensor] = field(default_factory=list)  # per image: (tokens, channels)
+    images_done: int = 0
 
 
 class Runner:
     """Holds the networks and the device state of every request that has been started."""
 
-    def __init__(self, model: ImageModel) -> None:
+    def __init__(self, model: ImageModel, max_target_tokens: int) -> None:
+        """`max_target_tokens` is the largest picture's; memory is kept free for decoding one."""
         self._model = model
+        self.max_target_tokens = max_target_tokens
         self._states: dict[str, _State] = {}
 
     def __repr__(self) -> str:
@@ -50,14 +55,43 @@ class Runner:
         """Drop everything that is held for a request."""
         self._states.pop(request_id, None)
 
-    @torch.inference_mode()
+    @property
+    def model(self) -> ImageModel:
+        return self._model
+
+    def profile(self, max_rows: int) -> Profile:
+        """Time and measure items of every kind; leaves nothing behind."""
+        return measure(self, max_rows)
+
     def run(self, work: Work) -> np.ndarray | None:
-        """Do one item of work. Decoding returns the picture, (height, width, 4) uint8."""
+        """Do one item of work and wait for the device. Decoding returns the picture, (height, width, 4) uint8.
+
+        Raises `DeviceOutOfMemory`, `DeviceLost`, `GenerationFailed`, or whatever else went wrong inside.
+        """
+        try:
+            with torch.inference_mode():
+                result = self._run(work)
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory from error
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        return result
+
+    def free_caches(self) -> None:
+        """Give what the allocator keeps for later back to the device."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, work: Work) -> np.ndarray | None:
         match work:
             case EncodePrompt():
                 self._encode(self._states[work.request_id])
             case Prefill():
                 self._prefill(self._states[work.request_id])
+            case DropPrefix():
+                self._states[work.request_id].prefixes = []
             case DenoiseStep():
                 self._denoise(work.samples)
             case DecodeImage():
@@ -68,40 +102,44 @@ class Runner:
         device, dtype = self._model.device, self._model.dtype
         images = state.request.condition_images
         over_white = [torch.from_numpy(image.rgb).to(device) for image in images]
-        state.prompt_embeds = [self._model.text_encoder.encode(prompt, over_white) for prompt in state.request.prompts]
+        prompt_embeds = [self._model.text_encoder.encode(prompt, over_white) for prompt in state.request.prompts]
+        condition_latents = []
         for image in images:
             pixels = torch.from_numpy(image.rgba).to(device).permute(2, 0, 1).unsqueeze(0).float()
             latents = self._model.vae.encode((pixels / 127.5 - 1).to(dtype))
-            state.condition_latents.append(latents[0].flatten(1).T)
+            condition_latents.append(latents[0].flatten(1).T)
+        state.prompt_embeds, state.condition_latents = prompt_embeds, condition_latents
 
     def _prefill(self, state: _State) -> None:
+        """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
         request, device, dtype = state.request, self._model.device, self._model.dtype
         transformer = self._model.transformer
+        prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
-            state.prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout))
+            prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout))
             table = target_table(request.target_grid, prompt.layout.target_position, transformer.config.axes_dims_rope)
-            state.rotary.append(table.to(device))
-        channels = transformer.config.in_channels
-        for seed in request.seeds:
-            state.latents.append(starting_noise(seed, request.target_grid, channels).to(device, dtype))
-        state.prompt_embeds.clear()
-        state.condition_latents.clear()
+            rotary.append(table.to(device))
+        if not state.latents:
+            channels = transformer.config.in_channels
+            noise = [starting_noise(seed, request.target_grid, channels) for seed in request.seeds]
+            state.latents = [latents.to(device, dtype) for latents in noise]
+        state.prefixes, state.rotary = prefixes, rotary
 
     def _denoise(self, samples: tuple[Sample, ...]) -> None:
-        latents: list[Tensor] = []
+        rows: list[Tensor] = []
         sigmas: list[float] = []
         rotary: list[Tensor] = []
         prefixes: list[Prefix] = []
         for sample in samples:
             state = self._states[sample.request_id]
             branches = state.request.num_branches
-            latents += [state.latents[sample.image_index]] * branches
+            rows += [state.latents[sample.image_index]] * branches
             sigmas += [state.request.sigmas[sample.step]] * branches
             rotary += state.rotary
             prefixes += state.prefixes
         timestep = torch.tensor(sigmas, device=self._model.device)
-        velocity = self._model.transformer.decode(torch.stack(latents), timestep, torch.stack(rotary), prefixes)
-        row = 0
+        velocity = self._model.transformer.decode(torch.stack(rows), timestep, torch.stack(rotary), prefixes)
+        row, updated = 0, []
         for sample in samples:
             state = self._states[sample.request_id]
             sigma, next_sigma = state.request.sigmas[sample.step : sample.step + 2]
@@ -109,8 +147,14 @@ class Runner:
             if state.request.num_branches > 1:
                 predicted = guide(predicted, velocity[row + 1], state.request.true_cfg_scale)
             row += state.request.num_branches
-            before = state.latents[sample.image_index]
-            state.latents[sample.image_index] = euler_update(before, predicted, sigma, next_sigma)
+            updated.append(euler_update(state.latents[sample.image_index], predicted, sigma, next_sigma))
+        for sample, latents in zip(samples, updated, strict=True):
+            state = self._states[sample.request_id]
+            state.latents[sample.image_index] = latents
+            if sample.step + 1 == state.request.num_steps:
+                state.images_done += 1
+            if state.images_done == state.request.num_images:
+                state.prefixes, state.rotary = [], []
 
     def _decode(self, state: _State, image_index: int) -> np.ndarray:
         grid = state.request.target_grid

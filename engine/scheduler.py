@@ -4,72 +4,50 @@ A request passes `encode → prefill → denoise steps → decode`. The unit is 
 `next_work` returns exactly one item, and a request that arrives while others are denoising joins them at the next
 step boundary, at whatever step they are.
 
-Policy: first come, first served, one batch key at a time. The oldest unfinished request names the key; requests with
-that key share its steps up to `max_batch_rows`; finished pictures are decoded before anything else.
+Order. The request with the least predicted work left leads (or, by policy, the oldest); one that has been here for
+`max_stretch` times its own isolated time leads before all others. The leader names the batch key, and requests with
+the same key ride along in its steps while the token budget, beyond which a batch only makes everybody wait, has room.
+Preemption costs nothing, since a request's state between steps is its latents and a step index.
+
+Between two steps at most one item is run for anybody but the leader: a picture to decode, or the encode or prefill of
+a request that is about to join.
+
+Memory is admitted in bytes. A leader that needs more than is free takes the prefix KV of the lowest-ranked waiting
+request, which prefills again when its turn comes. Nothing is lost, and the budget is never exceeded.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum, auto
 
-from engine.batching import BatchKey
+from engine.cost_model import CostModel
+from engine.memory import UNLIMITED, MemoryModel
 from engine.request import PreparedRequest
+from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 
 
-@dataclass(frozen=True, slots=True)
-class EncodePrompt:
-    """Run the text and vision encoders and the VAE encoder for one request."""
+class Policy(StrEnum):
+    """Who leads: the request with the least predicted work left, or the one that came first."""
 
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Fill the prefix KV of every CFG branch of one request."""
-
-    request_id: str
+    SHORTEST = "shortest"
+    FCFS = "fcfs"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One picture of one request, about to take step `step` (0-based)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds a batch and a wait. `token_budget` counts target tokens over all rows of a step."""
 
-    request_id: str
-    image_index: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class DenoiseStep:
-    """Advance every sample by one step of its own schedule; all share `key`."""
-
-    key: BatchKey
-    samples: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeImage:
-    """Decode the finished latents of one picture."""
-
-    request_id: str
-    image_index: int
-
-
-Work = EncodePrompt | Prefill | DenoiseStep | DecodeImage
-
-
-def request_ids(work: Work) -> tuple[str, ...]:
-    """The requests that an item of work is for, without repetition."""
-    if isinstance(work, DenoiseStep):
-        return tuple(dict.fromkeys(sample.request_id for sample in work.samples))
-    return (work.request_id,)
+    max_batch_rows: int = 8
+    token_budget: int = 2**31
+    max_stretch: float = 10.0
+    policy: Policy = Policy.SHORTEST
 
 
 class Phase(Enum):
-    """What a request needs next."""
+    """What a request needs next, until its steps are done."""
 
     ENCODE = auto()
     PREFILL = auto()
@@ -78,68 +56,140 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Entry:
+    """A request, how far it is, and its predicted costs, which are fixed on arrival."""
+
     request: PreparedRequest
+    serial: int
+    encode_s: float
+    prefill_s: float
+    step_s: float
+    decode_s: float
+    isolated_s: float
     phase: Phase = Phase.ENCODE
+    alone: bool = False
     steps_done: list[int] = field(default_factory=list)  # per image
     decoded: int = 0
+    state_bytes: int = 0  # held now
+    prefix_bytes: int = 0  # held now
 
-    def unfinished_samples(self) -> Iterator[Sample]:
+    @property
+    def rows_per_sample(self) -> int:
+        return self.request.num_branches
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.request.num_branches * self.request.target_grid.num_tokens
+
+    @property
+    def remaining_s(self) -> float:
+        steps_left = self.request.num_images * self.request.num_steps - sum(self.steps_done)
+        remaining_s = steps_left * self.step_s + (self.request.num_images - self.decoded) * self.decode_s
+        if self.phase is not Phase.DENOISE:
+            remaining_s += self.prefill_s
+        if self.phase is Phase.ENCODE:
+            remaining_s += self.encode_s
+        return remaining_s
+
+    def samples(self) -> Iterator[Sample]:
+        """The pictures that still have steps to take."""
         for image_index, step in enumerate(self.steps_done):
             if step < self.request.num_steps:
                 yield Sample(self.request.request_id, image_index, step)
 
+    @property
+    def denoising(self) -> bool:
+        return any(step < self.request.num_steps for step in self.steps_done)
+
 
 class Scheduler:
-    """All requests of one worker, in order of arrival."""
+    """All requests of one worker. Times are seconds on any one clock that only moves forward."""
 
-    def __init__(self, max_batch_rows: int) -> None:
-        self._max_batch_rows = max_batch_rows
+    def __init__(self, limits: Limits, cost_model: CostModel, memory: MemoryModel = UNLIMITED) -> None:
+        self._limits = limits
+        self._cost_model = cost_model
+        self._memory = memory
         self._entries: dict[str, _Entry] = {}
         self._to_decode: deque[DecodeImage] = deque()
+        self._serial = 0
+        self._quantum_used = False  # something for a non-leader ran since the last step
 
     def __repr__(self) -> str:
         phases = [entry.phase.name for entry in self._entries.values()]
         counts = ", ".join(f"{phases.count(phase.name)} {phase.name.lower()}" for phase in Phase)
-        return f"<Scheduler: {counts}, {len(self._to_decode)} to decode>"
+        return f"<Scheduler: {counts}, {len(self._to_decode)} to decode, {self.held_bytes} bytes>"
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def held_bytes(self) -> int:
+        """Predicted bytes that all requests hold on the device now."""
+        return sum(entry.state_bytes + entry.prefix_bytes for entry in self._entries.values())
+
+    def fits(self, request: PreparedRequest) -> bool:
+        """Whether the device could ever hold the request."""
+        return self._memory.total_bytes(request) <= self._memory.budget_bytes
+
     def add(self, request: PreparedRequest) -> None:
-        """Take a request in, behind everything that is there."""
+        """Take a request in. It must fit the device by itself."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is scheduled already")
-        self._entries[request.request_id] = _Entry(request, steps_done=[0] * request.num_images)
+        if not self.fits(request):
+            raise ValueError(f"request {request.request_id} does not fit the device")
+        costs = self._cost_model
+        self._serial += 1
+        self._entries[request.request_id] = _Entry(
+            request=request,
+            serial=self._serial,
+            encode_s=costs.encode_s(request),
+            prefill_s=costs.prefill_s(request),
+            step_s=costs.step_s(request),
+            decode_s=costs.decode_s(request),
+            isolated_s=costs.isolated_s(request),
+            alone=request.alone,
+            steps_done=[0] * request.num_images,
+        )
 
     def remove(self, request_id: str) -> bool:
         """Forget a request in whatever state it is; False when it is not here."""
         self._to_decode = deque(work for work in self._to_decode if work.request_id != request_id)
         return self._entries.pop(request_id, None) is not None
 
-    def next_work(self) -> Work | None:
-        """The one thing to do now, or None when there is nothing."""
-        if self._to_decode:
-            return self._to_decode[0]
-        samples: list[Sample] = []
-        rows, key = 0, None
+    def isolate(self, request_id: str) -> None:
+        """From now on the request shares no step: a fault in one of its batches is being narrowed down."""
+        if entry := self._entries.get(request_id):
+            entry.alone = True
+
+    def expired(self, now_s: float) -> tuple[str, ...]:
+        """Requests that can't meet their deadline any more: started ones that are past it, and waiting ones that
+        would be past it if they had the device to themselves from now on."""
+        late = []
         for request_id, entry in self._entries.items():
-            if key is None:
-                key = entry.request.batch_key
-            elif entry.request.batch_key != key:
-                continue
-            for sample in entry.unfinished_samples():
-                if samples and rows + entry.request.num_branches > self._max_batch_rows:
-                    return DenoiseStep(key, tuple(samples))
-                if entry.phase is Phase.ENCODE:
-                    return EncodePrompt(request_id)
-                if entry.phase is Phase.PREFILL:
-                    return Prefill(request_id)
-                samples.append(sample)
-                rows += entry.request.num_branches
-        return DenoiseStep(key, tuple(samples)) if key is not None and samples else None
+            if (deadline_s := entry.request.deadline_s) is not None:
+                needed_s = entry.remaining_s if entry.phase is Phase.ENCODE else 0.0
+                if now_s + needed_s > deadline_s:
+                    late.append(request_id)
+        return tuple(late)
+
+    def next_work(self, now_s: float) -> Work | None:
+        """The one thing to do now, or None when there is nothing."""
+        denoising = [entry for entry in self._entries.values() if entry.denoising]
+        ranked = sorted(denoising, key=lambda entry: self._rank(entry, now_s))
+        leader = next((entry for entry in ranked if entry.state_bytes or self._may_start(entry)), None)
+        step_is_due = self._quantum_used and leader is not None and leader.phase is Phase.DENOISE
+        if self._to_decode and not step_is_due:
+            return self._to_decode[0]
+        if leader is None:
+            return None
+        if leader.phase is not Phase.DENOISE:
+            return self._advance_leader(leader, ranked)
+        if not step_is_due and (joining := self._joining(leader, ranked)):
+            return joining
+        return self._step(leader, ranked)
 
     def complete(self, work: Work) -> tuple[str, ...]:
         """Record that `work` was done; returns the requests that are thereby finished and forgotten."""
+        self._quantum_used = not isinstance(work, DenoiseStep)
         if isinstance(work, DenoiseStep):
             for sample in work.samples:
                 self._advance(sample)
@@ -147,17 +197,105 @@ class Scheduler:
         entry = self._entries.get(work.request_id)
         if entry is None:
             return ()
-        if isinstance(work, EncodePrompt):
-            entry.phase = Phase.PREFILL
-        elif isinstance(work, Prefill):
-            entry.phase = Phase.DENOISE
-        else:
-            self._to_decode.remove(work)
-            entry.decoded += 1
-            if entry.decoded == entry.request.num_images:
-                del self._entries[work.request_id]
-                return (work.request_id,)
+        match work:
+            case EncodePrompt():
+                entry.phase = Phase.PREFILL
+                entry.state_bytes = self._memory.state_bytes(entry.request)
+            case Prefill():
+                entry.phase = Phase.DENOISE
+                entry.prefix_bytes = self._memory.prefix_bytes(entry.request)
+            case DropPrefix():
+                entry.phase = Phase.PREFILL
+                entry.prefix_bytes = 0
+            case DecodeImage():
+                return self._finish_image(entry, work)
         return ()
+
+    def droppable(self, keep: tuple[str, ...]) -> tuple[DropPrefix, ...]:
+        """What can be given up when the device is out of memory in spite of the predictions."""
+        holders = (request_id for request_id, entry in self._entries.items() if entry.prefix_bytes)
+        return tuple(DropPrefix(request_id) for request_id in holders if request_id not in keep)
+
+    def reduce_budget(self, work: DenoiseStep) -> None:
+        """From now on batches hold at most half the tokens of `work`, which did not fit the device."""
+        tokens = sum(self._entries[sample.request_id].tokens_per_sample for sample in work.samples)
+        self._limits = replace(self._limits, token_budget=min(self._limits.token_budget, tokens // 2))
+
+    def _rank(self, entry: _Entry, now_s: float) -> tuple[bool, int, float, int]:
+        """Smaller goes first."""
+        request = entry.request
+        starving = now_s - request.arrived_s >= self._limits.max_stretch * entry.isolated_s
+        if starving:
+            return (False, 0, request.arrived_s, entry.serial)
+        by_arrival = self._limits.policy is Policy.FCFS
+        return (True, -request.priority, request.arrived_s if by_arrival else entry.remaining_s, entry.serial)
+
+    def _may_start(self, entry: _Entry) -> bool:
+        """Whether the request may take its state. Started requests give their state back only at their end, so there
+        must always be room for all states and the largest prefix; then each of them can be brought to its end."""
+        started = [other for other in self._entries.values() if other.state_bytes]
+        states = sum(other.state_bytes for other in started) + self._memory.state_bytes(entry.request)
+        largest_prefix = max(self._memory.prefix_bytes(other.request) for other in (*started, entry))
+        return states + largest_prefix <= self._memory.budget_bytes
+
+    def _advance_leader(self, leader: _Entry, ranked: list[_Entry]) -> Work:
+        needed, work = self._next_phase(leader)
+        if self._free_bytes() >= needed:
+            return work
+        holders = [entry for entry in ranked if entry.prefix_bytes and entry is not leader]
+        return DropPrefix(holders[-1].request.request_id)  # there is one: see `_may_start`
+
+    def _joining(self, leader: _Entry, ranked: list[_Entry]) -> Work | None:
+        """The encode or prefill of the first request that could join the leader's batch, if memory is free for it."""
+        for entry in self._riders(leader, ranked, include_joining=True):
+            if entry.phase is Phase.DENOISE:
+                continue
+            needed, work = self._next_phase(entry)
+            if entry.phase is Phase.ENCODE:
+                needed += self._memory.prefix_bytes(entry.request)
+                if not self._may_start(entry):
+                    return None
+            return work if self._free_bytes() >= needed else None
+        return None
+
+    def _step(self, leader: _Entry, ranked: list[_Entry]) -> DenoiseStep:
+        samples: list[Sample] = []
+        rows = tokens = 0
+        for entry in self._riders(leader, ranked):
+            for sample in entry.samples():
+                rows += entry.rows_per_sample
+                tokens += entry.tokens_per_sample
+                if samples and (rows > self._limits.max_batch_rows or tokens > self._limits.token_budget):
+                    return DenoiseStep(leader.request.batch_key, tuple(samples))
+                samples.append(sample)
+        return DenoiseStep(leader.request.batch_key, tuple(samples))
+
+    def _riders(self, leader: _Entry, ranked: list[_Entry], include_joining: bool = False) -> Iterator[_Entry]:
+        """The leader, then requests that may share its step, in order, while rows and tokens last."""
+        yield leader
+        if leader.alone:
+            return
+        num_samples = sum(1 for _ in leader.samples())
+        rows, tokens = num_samples * leader.rows_per_sample, num_samples * leader.tokens_per_sample
+        for entry in ranked:
+            if entry is leader or entry.alone or entry.request.batch_key != leader.request.batch_key:
+                continue
+            if entry.phase is not Phase.DENOISE and not include_joining:
+                continue
+            rows += entry.rows_per_sample
+            tokens += entry.tokens_per_sample
+            if rows > self._limits.max_batch_rows or tokens > self._limits.token_budget:
+                return
+            yield entry
+
+    def _next_phase(self, entry: _Entry) -> tuple[int, Work]:
+        """The bytes that the entry's next item takes, and the item."""
+        if entry.phase is Phase.ENCODE:
+            return self._memory.state_bytes(entry.request), EncodePrompt(entry.request.request_id)
+        return self._memory.prefix_bytes(entry.request), Prefill(entry.request.request_id)
+
+    def _free_bytes(self) -> int:
+        return self._memory.budget_bytes - self.held_bytes
 
     def _advance(self, sample: Sample) -> None:
         entry = self._entries.get(sample.request_id)
@@ -166,3 +304,13 @@ class Scheduler:
         entry.steps_done[sample.image_index] += 1
         if entry.steps_done[sample.image_index] == entry.request.num_steps:
             self._to_decode.append(DecodeImage(sample.request_id, sample.image_index))
+        if not entry.denoising:
+            entry.prefix_bytes = 0  # the runner has let go of it as well
+
+    def _finish_image(self, entry: _Entry, work: DecodeImage) -> tuple[str, ...]:
+        self._to_decode.remove(work)
+        entry.decoded += 1
+        if entry.decoded < entry.request.num_images:
+            return ()
+        del self._entries[work.request_id]
+        return (work.request_id,)

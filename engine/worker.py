@@ -1,129 +1,68 @@
 """The loop that owns the device: drain commands, ask the scheduler for one item of work, run it, report.
 
-Commands come in by one queue, events go out by one callback; no tensor crosses. The loop runs in a thread here. It
-knows nothing of asyncio or HTTP, and everything it is told and tells is plain data.
+The loop knows nothing of processes, asyncio or HTTP: commands come from a queue, events go to a callback. `engine.host`
+runs it in a process of its own or in a thread.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
-import numpy as np
-
-from engine.errors import GenerationFailed
+from engine.cost_model import Measurement, WorkKind, decode_size, encode_size, prefill_size, step_size
+from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
+from engine.messages import (
+    Abort,
+    Command,
+    Event,
+    ImageReady,
+    OutOfMemoryRetried,
+    RequestFailed,
+    Stop,
+    Submit,
+    WorkDone,
+    WorkerReady,
+    WorkStarted,
+)
 from engine.request import PreparedRequest
 from engine.runner import Runner
-from engine.scheduler import DecodeImage, DenoiseStep, Scheduler, Work, request_ids
-from models.errors import CheckpointError
+from engine.scheduler import Limits, Scheduler
+from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Work, request_ids
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Take a request in."""
-
-    request: PreparedRequest
+OUT_OF_MEMORY = "This request does not fit the device's memory."
+LATE = "The request could not be finished within its time limit."
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Forget a request, whatever state it is in."""
+class WorkerLoop:
+    """Runs until `Stop`. An exception out of `run` means that the device is lost and the worker must be replaced."""
 
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Leave the loop."""
-
-
-Command = Submit | Abort | Stop
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    """The weights are loaded and the loop is running."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
-    """The worker could not start, and says why."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """One image of a request has finished `step` of its steps."""
-
-    request_id: str
-    image_index: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ImageReady:
-    """One picture of a request, (height, width, 4) uint8."""
-
-    request_id: str
-    image_index: int
-    pixels: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
-    """A request failed; the message is fit for its client."""
-
-    request_id: str
-    code: str
-    message: str
-
-
-Event = WorkerReady | WorkerFailed | StepDone | ImageReady | RequestFailed
-
-
-class Worker:
-    """A worker in a thread of this process. `load` builds the runner; it is called in that thread."""
-
-    def __init__(self, load: Callable[[], Runner], max_batch_rows: int, emit: Callable[[Event], None]) -> None:
-        self._load = load
-        self._scheduler = Scheduler(max_batch_rows)
+    def __init__(
+        self, runner: Runner, limits: Limits, commands: queue.SimpleQueue[Command], emit: Callable[[Event], None]
+    ) -> None:
+        profile = runner.profile(limits.max_batch_rows)
+        self._runner = runner
+        self._costs = profile.cost_model
+        self._scheduler = Scheduler(
+            replace(limits, token_budget=min(limits.token_budget, profile.token_budget)), self._costs, profile.memory
+        )
+        self._requests: dict[str, PreparedRequest] = {}
+        self._commands = commands
         self._emit = emit
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="easel-worker", daemon=True)
+        emit(WorkerReady(self._costs.copy(), profile.memory, profile.token_budget))
 
-    def start(self) -> None:
-        self._thread.start()
+    def run(self) -> None:
+        while self._take_commands():
+            for request_id in self._scheduler.expired(time.monotonic()):
+                self._fail(request_id, "deadline_exceeded", LATE)
+            if (work := self._scheduler.next_work(time.monotonic())) is not None:
+                self._execute(work)
 
-    def send(self, command: Command) -> None:
-        """Hand over a command; it takes effect before the next item of work."""
-        self._commands.put(command)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        try:
-            runner = self._load()
-        except CheckpointError as error:
-            self._emit(WorkerFailed(str(error)))
-            return
-        except Exception as error:
-            log.exception("the worker could not load the model")
-            self._emit(WorkerFailed(f"the model could not be loaded: {error}"))
-            return
-        self._emit(WorkerReady())
-        while self._take_commands(runner):
-            work = self._scheduler.next_work()
-            if work is not None:
-                self._execute(runner, work)
-
-    def _take_commands(self, runner: Runner) -> bool:
+    def _take_commands(self) -> bool:
         """Apply every waiting command; waits for one when there is nothing to do. False means stop."""
         block = len(self._scheduler) == 0
         while True:
@@ -134,38 +73,100 @@ class Worker:
             block = False
             match command:
                 case Submit(request):
-                    self._scheduler.add(request)
-                    runner.add(request)
+                    self._admit(request)
                 case Abort(request_id):
-                    self._forget(runner, request_id)
+                    self._forget(request_id)
                 case Stop():
                     return False
 
-    def _execute(self, runner: Runner, work: Work) -> None:
-        try:
-            picture = runner.run(work)
-        except Exception as error:  # whatever one item of work raises must not end the loop
-            self._fail(runner, work, error)
+    def _admit(self, request: PreparedRequest) -> None:
+        if not self._scheduler.fits(request):
+            self._emit(RequestFailed(request.request_id, "out_of_memory", OUT_OF_MEMORY))
             return
-        finished = self._scheduler.complete(work)
-        if isinstance(work, DenoiseStep):
-            for sample in work.samples:
-                self._emit(StepDone(sample.request_id, sample.image_index, sample.step + 1))
-        elif isinstance(work, DecodeImage) and picture is not None:
-            self._emit(ImageReady(work.request_id, work.image_index, picture))
-        for request_id in finished:
-            runner.remove(request_id)
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+        self._runner.add(request)
 
-    def _fail(self, runner: Runner, work: Work, error: Exception) -> None:
-        if isinstance(error, GenerationFailed):
-            code, message = error.code, error.message
-        else:
+    def _execute(self, work: Work, retried: bool = False) -> None:
+        """Run one item and report it. Whatever it raises ends the requests it is for, and nothing else."""
+        if isinstance(work, DenoiseStep):  # a piece of a batch, of which a request may have failed by now
+            work = replace(work, samples=tuple(s for s in work.samples if s.request_id in self._requests))
+            if not work.samples:
+                return
+        self._emit(WorkStarted(request_ids(work)))
+        started_s = time.monotonic()
+        try:
+            picture = self._runner.run(work)
+        except DeviceLost:
+            raise
+        except DeviceOutOfMemory:
+            self._retry_smaller(work, retried)
+            return
+        except GenerationFailed as error:
+            self._blame(work, error.code, error.message)
+            return
+        except Exception:
             log.exception("%s failed", type(work).__name__)
-            code, message = "internal_error", "The request failed inside the engine."
-        for request_id in request_ids(work):
-            self._forget(runner, request_id)
-            self._emit(RequestFailed(request_id, code, message))
+            self._blame(work, "internal_error", "The request failed inside the engine.")
+            return
+        self._report(work, time.monotonic() - started_s)
+        if isinstance(work, DecodeImage) and picture is not None:
+            self._emit(ImageReady(work.request_id, work.image_index, picture))
+        for request_id in self._scheduler.complete(work):
+            self._forget(request_id)
 
-    def _forget(self, runner: Runner, request_id: str) -> None:
+    def _report(self, work: Work, seconds: float) -> None:
+        request = self._requests[request_ids(work)[0]]
+        match work:
+            case EncodePrompt():
+                self._costs.correct(Measurement(WorkKind.ENCODE, encode_size(request), seconds))
+            case Prefill():
+                self._costs.correct(Measurement(WorkKind.PREFILL, prefill_size(request), seconds))
+            case DecodeImage():
+                self._costs.correct(Measurement(WorkKind.DECODE, decode_size(request), seconds))
+            case DenoiseStep():
+                requests = [self._requests[sample.request_id] for sample in work.samples]
+                sizes = [step_size(request) for request in requests]
+                tokens = sum(size.tokens for size in sizes)
+                size = replace(sizes[0], tokens=tokens, context=sum(s.context for s in sizes) // len(sizes))
+                self._costs.correct(Measurement(WorkKind.STEP, size, seconds))
+                self._emit(WorkDone(work, seconds, sum(request.num_branches for request in requests), tokens))
+                return
+        self._emit(WorkDone(work, seconds))
+
+    def _retry_smaller(self, work: Work, retried: bool) -> None:
+        """Out of memory: once more in halves, or, for a single request, with everything else given up."""
+        self._runner.free_caches()
+        if isinstance(work, DenoiseStep) and len(work.samples) > 1:
+            self._scheduler.reduce_budget(work)
+            self._emit(OutOfMemoryRetried())
+            half = len(work.samples) // 2
+            for samples in (work.samples[:half], work.samples[half:]):
+                self._execute(replace(work, samples=samples))
+        elif retried:
+            self._fail(request_ids(work)[0], "out_of_memory", OUT_OF_MEMORY)
+        else:
+            self._emit(OutOfMemoryRetried())
+            for drop in self._scheduler.droppable(keep=request_ids(work)):
+                self._runner.run(drop)
+                self._scheduler.complete(drop)
+            self._execute(work, retried=True)
+
+    def _blame(self, work: Work, code: str, message: str) -> None:
+        """Fail the request that an item was for. In a batch each request is tried by itself first."""
+        ids = request_ids(work)
+        if len(ids) == 1 or not isinstance(work, DenoiseStep):
+            self._fail(ids[0], code, message)
+            return
+        for request_id in ids:
+            own = tuple(sample for sample in work.samples if sample.request_id == request_id)
+            self._execute(replace(work, samples=own))
+
+    def _fail(self, request_id: str, code: str, message: str) -> None:
+        self._forget(request_id)
+        self._emit(RequestFailed(request_id, code, message))
+
+    def _forget(self, request_id: str) -> None:
         self._scheduler.remove(request_id)
-        runner.remove(request_id)
+        self._runner.remove(request_id)
+        self._requests.pop(request_id, None)

@@ -10,7 +10,7 @@ from engine.engine import Engine
 
 @asynccontextmanager
 async def running(folder: Path, **config: object) -> AsyncIterator[Engine]:
-    engine = Engine(EngineConfig(model=str(folder), **config))  # type: ignore[arg-type]
+    engine = Engine(EngineConfig(**{"model": str(folder), "worker": "inline", **config}))  # type: ignore[arg-type]
     await engine.start()
     try:
         yield engine

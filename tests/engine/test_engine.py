@@ -144,12 +144,11 @@ async def test_cancelling_frees_the_worker_and_spares_the_neighbours(checkpoint:
         assert result.num_steps == 5
         with pytest.raises(asyncio.CancelledError):
             await gone
-        assert engine._worker is not None
-        assert len(engine._worker._scheduler) == 0
+        assert (engine.num_running, engine.num_waiting) == (0, 0)
 
 
 async def test_stop_drains_then_refuses(checkpoint: Path) -> None:
-    engine = Engine(EngineConfig(model=str(checkpoint)))
+    engine = Engine(EngineConfig(model=str(checkpoint), worker="inline"))
     await engine.start()
     started = asyncio.Event()
     task = asyncio.create_task(engine.generate(SMALL, request_id="r", on_progress=lambda _: started.set()))
@@ -164,7 +163,7 @@ async def test_stop_drains_then_refuses(checkpoint: Path) -> None:
 
 
 async def test_stop_without_drain_fails_what_is_left(checkpoint: Path) -> None:
-    engine = Engine(EngineConfig(model=str(checkpoint)))
+    engine = Engine(EngineConfig(model=str(checkpoint), worker="inline"))
     await engine.start()
     started = asyncio.Event()
     task = asyncio.create_task(engine.generate(LONG, request_id="r", on_progress=lambda _: started.set()))
@@ -187,7 +186,7 @@ async def test_not_finite_latents_fail_and_the_next_request_works(checkpoint: Pa
 async def test_a_broken_checkpoint_fails_the_start_with_its_file(checkpoint: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
     (broken / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no")
-    engine = Engine(EngineConfig(model=str(broken)))
+    engine = Engine(EngineConfig(model=str(broken), worker="inline"))
     with pytest.raises(CheckpointError, match="vae"):
         await engine.start()
     assert engine.state is EngineState.FAILED and "vae" in str(engine.failure)

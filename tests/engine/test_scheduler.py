@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import PreparedRequest
-from engine.scheduler import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample, Scheduler, Work, request_ids
+from engine.cost_model import CostModel
+from engine.memory import MemoryModel
+from engine.scheduler import Limits, Policy, Scheduler
+from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work, request_ids
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, prefix_layout
 

@@ -1,0 +1,169 @@
+"""Where a worker loop lives: in a process of its own, or in a thread of this one.
+
+Both take commands by `send`, which never blocks, and hand events and the end to callbacks, from a thread of theirs.
+The process is spawned, never forked. It ends when this process does, however that comes about: the pipe breaks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from engine.messages import Command, Event, Stop, WorkerFailed
+from engine.runner import Runner
+from engine.scheduler import Limits
+from engine.worker import WorkerLoop
+from models.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+LoadRunner = Callable[[], Runner]  # called in the worker; for a process it must pickle
+OnEvent = Callable[[Event], None]
+OnExit = Callable[[int | None], None]  # the exit code; negative for a signal; None for a thread
+
+STUCK = 70  # exit status of a worker that lost its device or met a bug
+
+
+class Host(Protocol):
+    """One worker, from its start to its end."""
+
+    def start(self) -> None: ...
+
+    def send(self, command: Command) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+
+class ProcessHost:
+    """A worker in a spawned process."""
+
+    def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._worker_end = context.Pipe()
+        self._process = context.Process(
+            target=worker_main, args=(self._worker_end, load, limits), name="easel-worker", daemon=True
+        )
+        self._on_event, self._on_exit = on_event, on_exit
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def start(self) -> None:
+        self._process.start()
+        self._worker_end.close()
+        atexit.register(self._process.kill)  # the worker ignores the signals that end this process
+        for target in (self._send_commands, self._receive_events):
+            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        self._process.join(timeout_s)
+        return self._process.exitcode is not None
+
+    def _send_commands(self) -> None:
+        try:
+            while True:
+                command = self._outbox.get()
+                self._pipe.send(command)
+                if isinstance(command, Stop):
+                    return
+        except OSError:
+            return  # the worker is gone; whoever listens to its end replays what it had
+
+    def _receive_events(self) -> None:
+        try:
+            while True:
+                self._on_event(self._pipe.recv())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass  # the worker ended, maybe in the middle of a message
+        self._process.join()
+        self._outbox.put(Stop())  # lets the sending thread go
+        atexit.unregister(self._process.kill)
+        self._on_exit(self._process.exitcode)
+
+
+class ThreadHost:
+    """A worker in a thread, for tests, debugging and one-off use. It can't be killed and takes this process along
+    where a process of its own would only end itself."""
+
+    def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
+        self._load, self._limits = load, limits
+        self._on_event, self._on_exit = on_event, on_exit
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="easel-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def kill(self) -> None:
+        self._commands.put(Stop())
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        code = run_loop(self._load, self._limits, self._commands, self._on_event)
+        self._on_exit(code or None)
+
+
+def run_loop(
+    load: LoadRunner, limits: Limits, commands: queue.SimpleQueue[Command], emit: Callable[[Event], None]
+) -> int:
+    """Load and serve until `Stop`; the exit status. What can't be loaded is told, what goes wrong later is logged."""
+    try:
+        loop = WorkerLoop(load(), limits, commands, emit)
+    except CheckpointError as error:
+        emit(WorkerFailed(str(error)))
+        return STUCK
+    except Exception as error:
+        log.exception("the worker could not load the model")
+        emit(WorkerFailed(f"the model could not be loaded: {error}"))
+        return STUCK
+    try:
+        loop.run()
+    except Exception:
+        log.exception("the worker can't go on")
+        return STUCK
+    return 0
+
+
+def worker_main(pipe: Connection, load: LoadRunner, limits: Limits) -> None:
+    """The whole life of a worker process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the service, which decides when its worker ends
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def receive_commands() -> None:
+        try:
+            while True:
+                commands.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(STUCK)  # the service is gone: nobody waits for any of this
+
+    threading.Thread(target=receive_commands, name="receive_commands", daemon=True).start()
+    code = run_loop(load, limits, commands, pipe.send)
+    logging.shutdown()
+    os._exit(code)  # at once: no cleanup of a device that may not answer

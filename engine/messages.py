@@ -1,0 +1,93 @@
+"""What crosses between the API process and the worker. Plain data: no tensor, no future, no callback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.cost_model import CostModel
+from engine.memory import MemoryModel
+from engine.request import PreparedRequest
+from engine.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request in."""
+
+    request: PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget a request, whatever state it is in."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave the loop."""
+
+
+Command = Submit | Abort | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """The weights are loaded, the profile is taken and the loop is running."""
+
+    cost_model: CostModel
+    memory: MemoryModel
+    token_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """The worker could not start, and says why."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkStarted:
+    """An item of work begins. Sent before it runs, so that whoever is left knows whom a death concerns."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """An item of work is over. `rows` and `tokens` are those of a denoise step, else 0."""
+
+    work: Work
+    seconds: float
+    rows: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReady:
+    """One picture of a request, (height, width, 4) uint8."""
+
+    request_id: str
+    image_index: int
+    pixels: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A request failed; the message is fit for its client."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemoryRetried:
+    """The device ran out of memory, and the same work is tried again in smaller pieces."""
+
+
+Event = WorkerReady | WorkerFailed | WorkStarted | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried
