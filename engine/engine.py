@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.cost_model import CostModel
@@ -27,7 +28,7 @@ from engine.errors import (
     RequestCancelled,
 )
 from engine.host import LoadRunner
-from engine.loading import load_runner, read_checkpoint
+from engine.loading import load_preparer, load_runner, model_card, read_configs
 from engine.messages import (
     Abort,
     Event,
@@ -39,11 +40,13 @@ from engine.messages import (
     WorkerReady,
 )
 from engine.pending import Pending
-from engine.prepare import Preparer
 from engine.request import GenerationParams, GenerationResult, ModelCard, Progress, RequestStatus
 from engine.scheduler import Limits, Policy
 from engine.supervisor import Death, Supervisor
 from engine.work import request_ids
+
+if TYPE_CHECKING:
+    from engine.prepare import Preparer
 
 MAX_DEATHS = 2  # of workers under one request's work
 DEFAULT_RETRY_S = 5.0
@@ -156,10 +159,10 @@ class Engine:
         wrong with the checkpoint."""
         started_s = time.monotonic()
         try:
-            configs, card = await asyncio.to_thread(read_checkpoint, self._config)
-            self._card = card
-            self._preparer = await asyncio.to_thread(Preparer, configs, card)
-            await self._supervisor.start()
+            configs = await asyncio.to_thread(read_configs, self._config)
+            card = self._card = model_card(self._config, configs)
+            preparer = asyncio.to_thread(load_preparer, configs, card)
+            self._preparer, _ = await asyncio.gather(preparer, self._supervisor.start())
         except Exception as error:
             self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
             raise

@@ -16,17 +16,19 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.messages import Command, Event, Stop, WorkerFailed
-from engine.runner import Runner
 from engine.scheduler import Limits
 from engine.worker import WorkerLoop
 from models.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from engine.runner import Runner
+
 log = logging.getLogger(__name__)
 
-LoadRunner = Callable[[], Runner]  # called in the worker; for a process it must pickle
+LoadRunner = Callable[[], "Runner"]  # called in the worker; for a process it must pickle
 OnEvent = Callable[[Event], None]
 OnExit = Callable[[int | None], None]  # the exit code; negative for a signal; None for a thread
 

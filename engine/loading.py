@@ -1,22 +1,37 @@
-"""From a model name to what the API process needs of it, and, in the worker, to a runner."""
+"""From a model name to what the API process needs of it, and, in the worker, to a runner.
+
+Importing the network's code takes seconds, so it is done where and when it is needed: the service answers its probes
+at once, and the worker imports while the API process does its own share.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.config import EngineConfig
-from engine.prepare import MAX_CONDITION_IMAGES, MAX_PROMPT_TOKENS
 from engine.request import ModelCard
-from engine.runner import Runner
-from models.checkpoint import find_checkpoint
-from models.image_model import CheckpointConfigs, ImageModel, resolve_device, resolve_dtype
+from models.config import CheckpointConfigs
+
+if TYPE_CHECKING:
+    from engine.prepare import Preparer
+    from engine.runner import Runner
+
+MAX_CONDITION_IMAGES = 4
+MAX_PROMPT_TOKENS = 8192
 
 
-def read_checkpoint(config: EngineConfig) -> tuple[CheckpointConfigs, ModelCard]:
+def read_configs(config: EngineConfig) -> CheckpointConfigs:
     """Find (or fetch) the checkpoint and read its configs, without weights."""
-    configs = CheckpointConfigs.read(find_checkpoint(config.model))
+    from models.folder import find_checkpoint
+
+    return CheckpointConfigs.read(find_checkpoint(config.model))
+
+
+def model_card(config: EngineConfig, configs: CheckpointConfigs) -> ModelCard:
     index = configs.index
     fixed = index.sample_sigmas is not None
     default_num_steps = None if fixed else config.default_num_steps
-    card = ModelCard(
+    return ModelCard(
         name=config.model,
         max_condition_images=MAX_CONDITION_IMAGES,
         default_resolution_px=config.default_resolution_px or index.output_resolution,
@@ -25,12 +40,21 @@ def read_checkpoint(config: EngineConfig) -> tuple[CheckpointConfigs, ModelCard]
         size_multiple_px=configs.size_multiple_px,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
     )
-    return configs, card
+
+
+def load_preparer(configs: CheckpointConfigs, card: ModelCard) -> Preparer:
+    """Load the tokenizer and the sigma schedule. Runs in the API process."""
+    from engine.prepare import Preparer
+
+    return Preparer(configs, card)
 
 
 def load_runner(config: EngineConfig) -> Runner:
     """Load the weights onto the device. Runs in the worker."""
-    configs = CheckpointConfigs.read(find_checkpoint(config.model))
+    from engine.runner import Runner
+    from models.image_model import ImageModel, resolve_device, resolve_dtype
+
+    configs = read_configs(config)
     device = resolve_device(config.device)
     model = ImageModel.load(configs, device, resolve_dtype(config.dtype, device))
     return Runner(model, max_target_tokens=config.max_output_pixels // configs.px_per_token**2)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.cost_model import CostModel
 from engine.messages import ImageReady, WorkDone
-from engine.prepare import Admission
 from engine.request import (
     GeneratedImage,
     GenerationResult,
@@ -20,6 +20,9 @@ from engine.request import (
     Timings,
 )
 from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill
+
+if TYPE_CHECKING:
+    from engine.prepare import Admission
 
 
 @dataclass(slots=True)

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
 from engine.request import GenerationParams, ModelCard, PreparedRequest, TokenUsage
-from models.image_model import CheckpointConfigs
+from models.config import CheckpointConfigs
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, centre_crop, cover, fit_area
 from models.preprocess import PromptTokenizer, prepare_condition_image
 from models.sampling import sigma_schedule
 
-MAX_CONDITION_IMAGES = 4
-MAX_PROMPT_TOKENS = 8192
 SEEDS = 2**32
 
 
@@ -40,8 +38,8 @@ class Preparer:
 
     def prepare(self, params: GenerationParams, request_id: str) -> Admission:
         """Raises `InvalidRequest` for what the checkpoint cannot serve."""
-        if len(params.condition_images) > MAX_CONDITION_IMAGES:
-            raise InvalidRequest(f"At most {MAX_CONDITION_IMAGES} images are taken.", param="image")
+        if len(params.condition_images) > self._card.max_condition_images:
+            raise InvalidRequest(f"At most {self._card.max_condition_images} images are taken.", param="image")
         warnings: list[str] = []
         px_per_token = self._configs.px_per_token
         resolution_px = params.resolution_px or self._card.default_resolution_px
@@ -76,9 +74,10 @@ class Preparer:
 
     def _tokenize(self, prompt: str, grids: list[Grid], param: str) -> TokenizedPrompt:
         tokenized = self._tokenizer(prompt, grids)
-        if tokenized.layout.num_text_tokens > MAX_PROMPT_TOKENS:
+        if tokenized.layout.num_text_tokens > self._card.max_prompt_tokens:
+            limit = f"at most {self._card.max_prompt_tokens} are supported"
             raise InvalidRequest(
-                f"'{param}' has {tokenized.layout.num_text_tokens} tokens; at most {MAX_PROMPT_TOKENS} are supported.",
+                f"'{param}' has {tokenized.layout.num_text_tokens} tokens; {limit}.",
                 param=param,
                 code="string_above_max_length",
             )

@@ -9,8 +9,8 @@ Order. The request with the least predicted work left leads (or, by policy, the 
 the same key ride along in its steps while the token budget, beyond which a batch only makes everybody wait, has room.
 Preemption costs nothing, since a request's state between steps is its latents and a step index.
 
-Between two steps at most one item is run for anybody but the leader: a picture to decode, or the encode or prefill of
-a request that is about to join.
+Between two steps of a leader at most one encode or decode is run for anybody else: of a request that is about to join,
+or of a finished picture.
 
 Memory is admitted in bytes. A leader that needs more than is free takes the prefix KV of the lowest-ranked waiting
 request, which prefills again when its turn comes. Nothing is lost, and the budget is never exceeded.
@@ -111,7 +111,7 @@ class Scheduler:
         self._entries: dict[str, _Entry] = {}
         self._to_decode: deque[DecodeImage] = deque()
         self._serial = 0
-        self._quantum_used = False  # something for a non-leader ran since the last step
+        self._quantum_used = False  # an encode or decode ran since the last step
 
     def __repr__(self) -> str:
         phases = [entry.phase.name for entry in self._entries.values()]
@@ -183,14 +183,14 @@ class Scheduler:
             return None
         if leader.phase is not Phase.DENOISE:
             return self._advance_leader(leader, ranked)
-        if not step_is_due and (joining := self._joining(leader, ranked)):
-            return joining
-        return self._step(leader, ranked)
+        return self._joining(leader, ranked, may_encode=not step_is_due) or self._step(leader, ranked)
 
     def complete(self, work: Work) -> tuple[str, ...]:
         """Record that `work` was done; returns the requests that are thereby finished and forgotten."""
-        self._quantum_used = not isinstance(work, DenoiseStep)
+        if isinstance(work, EncodePrompt | DecodeImage):
+            self._quantum_used = True
         if isinstance(work, DenoiseStep):
+            self._quantum_used = False
             for sample in work.samples:
                 self._advance(sample)
             return ()
@@ -245,7 +245,7 @@ class Scheduler:
         holders = [entry for entry in ranked if entry.prefix_bytes and entry is not leader]
         return DropPrefix(holders[-1].request.request_id)  # there is one: see `_may_start`
 
-    def _joining(self, leader: _Entry, ranked: list[_Entry]) -> Work | None:
+    def _joining(self, leader: _Entry, ranked: list[_Entry], may_encode: bool) -> Work | None:
         """The encode or prefill of the first request that could join the leader's batch, if memory is free for it."""
         for entry in self._riders(leader, ranked, include_joining=True):
             if entry.phase is Phase.DENOISE:
@@ -253,7 +253,7 @@ class Scheduler:
             needed, work = self._next_phase(entry)
             if entry.phase is Phase.ENCODE:
                 needed += self._memory.prefix_bytes(entry.request)
-                if not self._may_start(entry):
+                if not may_encode or not self._may_start(entry):
                     return None
             return work if self._free_bytes() >= needed else None
         return None

@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine.cost_model import Measurement, WorkKind, decode_size, encode_size, prefill_size, step_size
 from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
@@ -28,9 +29,11 @@ from engine.messages import (
     WorkStarted,
 )
 from engine.request import PreparedRequest
-from engine.runner import Runner
 from engine.scheduler import Limits, Scheduler
 from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Work, request_ids
+
+if TYPE_CHECKING:
+    from engine.runner import Runner
 
 log = logging.getLogger(__name__)
 

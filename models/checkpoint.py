@@ -1,4 +1,4 @@
-"""Finding a checkpoint folder and filling modules from its safetensors files.
+"""Filling modules from a checkpoint's safetensors files.
 
 Loading is strict: a missing, left-over or wrongly shaped tensor is a `CheckpointError` that names it and its file.
 Modules are built on the meta device; each parameter is then allocated once, in its final dtype and on its final
@@ -12,34 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from models.config import read_json
 from models.errors import CheckpointError
-
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-
-
-def embedded_checkpoint() -> Path:
-    """The small checkpoint that ships with the package."""
-    return Path(__file__).parent / "demo"
-
-
-def find_checkpoint(model: str) -> Path:
-    """The folder of a checkpoint: `model` itself when it is one, else the hub repository of that id (downloaded once,
-    then taken from the cache)."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model.startswith(".") or model.count("/") != 1:
-        raise CheckpointError(f"{model} is neither a folder nor a hub id of the form owner/name")
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{model} could not be fetched from the hub: {error}") from None
 
 
 class TensorFiles:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from models.errors import CheckpointError
+from models.layout import SLOT_SIDE_TOKENS
 
 PIPELINE_CLASS = "QwenImage21Pipeline"
 DEFAULT_NUM_STEPS = 40
@@ -147,3 +148,39 @@ class ModelIndex:
         if config.get("_class_name") != PIPELINE_CLASS:
             raise CheckpointError(f"{path}: _class_name is {config.get('_class_name')!r}, expected {PIPELINE_CLASS!r}")
         return cls(**_pick(cls, path, config))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfigs:
+    """The configs of a checkpoint folder; cheap to read, no weights."""
+
+    folder: Path
+    index: ModelIndex
+    transformer: TransformerConfig
+    vae: VaeConfig
+    scheduler: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        configs = cls(
+            folder=folder,
+            index=ModelIndex.read(folder),
+            transformer=TransformerConfig.read(folder / "transformer"),
+            vae=VaeConfig.read(folder / "vae"),
+            scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
+        )
+        if configs.vae.z_dim != configs.transformer.in_channels:
+            raise CheckpointError(
+                f"{folder}: the VAE has {configs.vae.z_dim} latent channels, "
+                f"the transformer takes {configs.transformer.in_channels}"
+            )
+        return configs
+
+    @property
+    def px_per_token(self) -> int:
+        return self.vae.spatial_ratio
+
+    @property
+    def size_multiple_px(self) -> int:
+        """Sides of generated pictures are multiples of this."""
+        return SLOT_SIDE_TOKENS * self.px_per_token

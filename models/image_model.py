@@ -1,59 +1,20 @@
-"""A whole checkpoint: what is known from its configs, and its three networks once the weights are in."""
+"""A whole checkpoint: its three networks, with the weights in, on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from models import transformer as transformer_module
 from models import vae as vae_module
 from models.checkpoint import TensorFiles, load_weights
-from models.config import ModelIndex, TransformerConfig, VaeConfig, read_json
+from models.config import CheckpointConfigs
 from models.errors import CheckpointError
-from models.layout import SLOT_SIDE_TOKENS
 from models.text_encoder import TextEncoder
 from models.transformer import Transformer
 from models.vae import Vae
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointConfigs:
-    """The configs of a checkpoint folder; cheap to read, no weights."""
-
-    folder: Path
-    index: ModelIndex
-    transformer: TransformerConfig
-    vae: VaeConfig
-    scheduler: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        configs = cls(
-            folder=folder,
-            index=ModelIndex.read(folder),
-            transformer=TransformerConfig.read(folder / "transformer"),
-            vae=VaeConfig.read(folder / "vae"),
-            scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
-        )
-        if configs.vae.z_dim != configs.transformer.in_channels:
-            raise CheckpointError(
-                f"{folder}: the VAE has {configs.vae.z_dim} latent channels, "
-                f"the transformer takes {configs.transformer.in_channels}"
-            )
-        return configs
-
-    @property
-    def px_per_token(self) -> int:
-        return self.vae.spatial_ratio
-
-    @property
-    def size_multiple_px(self) -> int:
-        """Sides of generated pictures are multiples of this."""
-        return SLOT_SIDE_TOKENS * self.px_per_token
 
 
 @dataclass(frozen=True, slots=True)

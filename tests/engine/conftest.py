@@ -1,16 +1,27 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, Observation
+from tests.engine.faults import load_faulty_runner
 
 
 @asynccontextmanager
-async def running(folder: Path, **config: object) -> AsyncIterator[Engine]:
-    engine = Engine(EngineConfig(**{"model": str(folder), "worker": "inline", **config}))  # type: ignore[arg-type]
+async def running(
+    folder: Path,
+    *,
+    faulty: bool = False,
+    observe: Callable[[Observation], None] = lambda observation: None,
+    **config: object,
+) -> AsyncIterator[Engine]:
+    """An engine on a checkpoint; inline, unless `worker="process"` is among the config."""
+    chosen = EngineConfig(**{"model": str(folder), "worker": "inline", **config})  # type: ignore[arg-type]
+    load = functools.partial(load_faulty_runner, chosen) if faulty else None
+    engine = Engine(chosen, load=load, observe=observe)
     await engine.start()
     try:
         yield engine

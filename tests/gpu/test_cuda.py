@@ -12,7 +12,8 @@ import torch
 from diffusers import QwenImage21Transformer2DModel
 
 from engine.request import GenerationParams
-from models.image_model import CheckpointConfigs, ImageModel
+from models.config import CheckpointConfigs
+from models.image_model import ImageModel
 from models.layout import Grid, prefix_layout
 from models.rope import target_table
 from tests.closeness import relative_error

@@ -9,7 +9,8 @@ import pytest
 import torch
 from diffusers import QwenImage21Pipeline
 
-from models.image_model import CheckpointConfigs, ImageModel
+from models.config import CheckpointConfigs
+from models.image_model import ImageModel
 from models.preprocess import PromptTokenizer
 from tests.oracle import reference_pipeline
 

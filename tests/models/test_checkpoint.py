@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import embedded_checkpoint, find_checkpoint
+from models.folder import embedded_checkpoint, find_checkpoint
 from models.errors import CheckpointError
-from models.image_model import CheckpointConfigs, ImageModel
+from models.config import CheckpointConfigs
+from models.image_model import ImageModel
 from models.preprocess import PromptTokenizer
 from models.tiny_checkpoint import build_checkpoint
 from tests.closeness import relative_error

@@ -1,0 +1,31 @@
+"""Finding a checkpoint's folder: the embedded one, one on disk, or one from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from models.errors import CheckpointError
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+
+
+def embedded_checkpoint() -> Path:
+    """The small checkpoint that ships with the package."""
+    return Path(__file__).parent / "demo"
+
+
+def find_checkpoint(model: str) -> Path:
+    """The folder of a checkpoint: `model` itself when it is one, else the hub repository of that id (downloaded once,
+    then taken from the cache)."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise CheckpointError(f"{model} is neither a folder nor a hub id of the form owner/name")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{model} could not be fetched from the hub: {error}") from None

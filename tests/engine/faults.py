@@ -1,0 +1,60 @@
+"""A runner that misbehaves for requests with certain seeds; everything else about it is real."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.loading import load_runner
+from engine.runner import Runner
+from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Work
+
+RAISE_AT_STEP_11 = 1_000_001
+RAISE_IN_ENCODE = 1_000_002
+NAN_AT_STEP_2 = 1_000_003
+OOM_IN_PREFILL = 1_000_011
+OOM_IN_STEP = 1_000_012
+OOM_IN_DECODE = 1_000_013
+OOM_IN_BATCHES = 1_000_014  # fits alone, does not fit with others
+ABORT_AT_STEP_2 = 1_000_021
+HANG_AT_STEP_2 = 1_000_022
+LOSE_DEVICE_AT_STEP_2 = 1_000_023
+
+
+class FaultyRunner(Runner):
+    """Real in everything but the seeds above."""
+
+    def _run(self, work: Work) -> np.ndarray | None:
+        samples = work.samples if isinstance(work, DenoiseStep) else ()
+        request_ids = {sample.request_id for sample in samples} or {work.request_id}  # type: ignore[union-attr]
+        seeds = {self._states[request_id].request.seeds[0] for request_id in request_ids}
+        steps = {self._states[sample.request_id].request.seeds[0]: sample.step for sample in samples}
+        if steps.get(RAISE_AT_STEP_11) == 10 or (RAISE_IN_ENCODE in seeds and isinstance(work, EncodePrompt)):
+            raise RuntimeError("a secret detail that no client may see")
+        if (
+            (OOM_IN_PREFILL in seeds and isinstance(work, Prefill))
+            or OOM_IN_STEP in steps
+            or (OOM_IN_DECODE in seeds and isinstance(work, DecodeImage))
+            or (OOM_IN_BATCHES in steps and len(samples) > 1)
+        ):
+            raise torch.OutOfMemoryError("injected")
+        if steps.get(ABORT_AT_STEP_2) == 1:
+            os.abort()
+        if steps.get(HANG_AT_STEP_2) == 1:
+            time.sleep(3600)
+        if steps.get(LOSE_DEVICE_AT_STEP_2) == 1:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        result = super()._run(work)
+        for sample in samples:
+            if sample.step == 1 and self._states[sample.request_id].request.seeds[0] == NAN_AT_STEP_2:
+                self._states[sample.request_id].latents[sample.image_index].fill_(float("nan"))
+        return result
+
+
+def load_faulty_runner(config: EngineConfig) -> FaultyRunner:
+    runner = load_runner(config)
+    return FaultyRunner(runner.model, runner.max_target_tokens)
