@@ -14,7 +14,8 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -28,7 +29,7 @@ from engine.errors import (
     RequestCancelled,
 )
 from engine.host import LoadRunner
-from engine.loading import load_preparer, load_runner, model_card, read_configs
+from engine.loading import in_detached_thread, load_preparer, load_runner, model_card, read_configs
 from engine.messages import (
     Abort,
     Event,
@@ -48,6 +49,7 @@ from engine.work import request_ids
 if TYPE_CHECKING:
     from engine.prepare import Preparer
 
+PREPARING_THREADS = 2  # each may hold a few large pictures
 MAX_DEATHS = 2  # of workers under one request's work
 DEFAULT_RETRY_S = 5.0
 LATE = "The request could not be finished within its time limit."
@@ -96,6 +98,7 @@ class Engine:
         self._pending: dict[str, Pending] = {}
         self._serial = itertools.count()
         self._num_admitted = 0
+        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="easel-prepare")
         self._idle = asyncio.Event()
         self._idle.set()
         self._load_s = DEFAULT_RETRY_S
@@ -159,9 +162,9 @@ class Engine:
         wrong with the checkpoint."""
         started_s = time.monotonic()
         try:
-            configs = await asyncio.to_thread(read_configs, self._config)
+            configs = await in_detached_thread(functools.partial(read_configs, self._config))
             card = self._card = model_card(self._config, configs)
-            preparer = asyncio.to_thread(load_preparer, configs, card)
+            preparer = in_detached_thread(functools.partial(load_preparer, configs, card))
             self._preparer, _ = await asyncio.gather(preparer, self._supervisor.start())
         except Exception as error:
             self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
@@ -179,18 +182,23 @@ class Engine:
         for pending in list(self._pending.values()):
             _fail(pending, EngineStopped("The service stopped before this request was finished."))
         await self._supervisor.stop()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
 
     async def generate(
         self,
-        params: GenerationParams,
+        params: GenerationParams | Callable[[], GenerationParams],
         *,
         request_id: str,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> GenerationResult:
         """Generate every picture of one request. Cancelling the awaiting task aborts the request: its place in the
         queue and its memory are free before the next item of work.
+
+        `params` may be a function that makes them: it is called in a thread, after admission and few at a time, and
+        what it raises comes out here. So pictures are decoded only for requests that have a place, and nobody holds
+        them once they are resized.
 
         `request_id` is what `status` and `cancel` know the request by; of several with one id they mean the newest.
         Raises the errors of `engine.errors`.
@@ -208,18 +216,18 @@ class Engine:
     async def _generate(
         self,
         preparer: Preparer,
-        params: GenerationParams,
+        params: GenerationParams | Callable[[], GenerationParams],
         request_id: str,
         on_progress: Callable[[Progress], None] | None,
     ) -> GenerationResult:
         arrived_s = time.monotonic()
-        deadline_s = None if params.timeout_s is None else arrived_s + params.timeout_s
         key = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
-        admission = await asyncio.to_thread(preparer.prepare, params, key)
-        request = replace(admission.request, arrived_s=arrived_s, deadline_s=deadline_s)
+        loop = asyncio.get_running_loop()
+        admission = await loop.run_in_executor(self._preparing, preparer.prepare, params, key, arrived_s)
+        request, deadline_s = admission.request, admission.request.deadline_s
         if deadline_s is not None and time.monotonic() + self._costs.isolated_s(request) > deadline_s:
             raise DeadlineExceeded("The request can't be finished within its time limit.")
-        pending = Pending(request_id, request, admission, asyncio.get_running_loop().create_future(), on_progress)
+        pending = Pending(request_id, request, admission, loop.create_future(), on_progress)
         self._pending[key] = pending
         self._supervisor.send(Submit(request))
         try:

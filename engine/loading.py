@@ -6,7 +6,10 @@ at once, and the worker imports while the API process does its own share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
 from engine.request import ModelCard
@@ -15,6 +18,8 @@ from models.config import CheckpointConfigs
 if TYPE_CHECKING:
     from engine.prepare import Preparer
     from engine.runner import Runner
+
+T = TypeVar("T")
 
 MAX_CONDITION_IMAGES = 4
 MAX_PROMPT_TOKENS = 8192
@@ -58,3 +63,30 @@ def load_runner(config: EngineConfig) -> Runner:
     device = resolve_device(config.device)
     model = ImageModel.load(configs, device, resolve_dtype(config.dtype, device))
     return Runner(model, max_target_tokens=config.max_output_pixels // configs.px_per_token**2)
+
+
+async def in_detached_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that nobody waits for at exit: a download must not hold up a service that is told to
+    stop."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="easel-load", daemon=True).start()
+    return await done

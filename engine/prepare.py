@@ -6,6 +6,7 @@ tokenizing, resizing condition images, choosing the target grid and computing th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
@@ -36,8 +37,12 @@ class Preparer:
         self._card = card
         self._tokenizer = PromptTokenizer(configs.folder / "processor")
 
-    def prepare(self, params: GenerationParams, request_id: str) -> Admission:
-        """Raises `InvalidRequest` for what the checkpoint cannot serve."""
+    def prepare(
+        self, params: GenerationParams | Callable[[], GenerationParams], request_id: str, arrived_s: float
+    ) -> Admission:
+        """Raises `InvalidRequest` for what the checkpoint cannot serve. `params` may be a function that makes them."""
+        if not isinstance(params, GenerationParams):
+            params = params()
         if len(params.condition_images) > self._card.max_condition_images:
             raise InvalidRequest(f"At most {self._card.max_condition_images} images are taken.", param="image")
         warnings: list[str] = []
@@ -62,6 +67,8 @@ class Preparer:
             sigmas=self._sigmas(params, target_grid, warnings),
             seeds=tuple((params.seed + index) % SEEDS for index in range(params.num_images)),
             true_cfg_scale=params.true_cfg_scale,
+            arrived_s=arrived_s,
+            deadline_s=None if params.timeout_s is None else arrived_s + params.timeout_s,
             priority=params.priority,
             alone=params.deterministic,
         )

@@ -32,6 +32,8 @@ class TensorFiles:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index} has no weight_map")
             names = set(weight_map.values())
+            if not all(isinstance(name, str) for name in names):
+                raise CheckpointError(f"{index}: weight_map names something that is no file")
         else:
             raise CheckpointError(f"{single} is missing (and there is no {index.name} beside it)")
         self._file_of: dict[str, Path] = {}

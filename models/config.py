@@ -8,15 +8,18 @@ ignoring it would draw a wrong picture instead of failing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from models.errors import CheckpointError
 from models.layout import SLOT_SIDE_TOKENS
 
 PIPELINE_CLASS = "QwenImage21Pipeline"
+SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
 DEFAULT_NUM_STEPS = 40
 DEFAULT_RESOLUTION_PX = 1024
 
@@ -42,15 +45,40 @@ def _refuse(path: Path, config: Mapping[str, Any], only: Mapping[str, tuple[Any,
 
 
 def _pick(cls: type[Any], path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dataclass's fields, lists as tuples; a field without a default must be there."""
+    """The values of a dataclass's fields, checked against their types, lists as tuples; a field without a default
+    must be there."""
     picked: dict[str, Any] = {}
+    types = get_type_hints(cls)
     for field in fields(cls):
-        if config.get(field.name) is not None:
-            value = config[field.name]
-            picked[field.name] = tuple(value) if isinstance(value, list) else value
+        value = config.get(field.name)
+        if value is not None:
+            picked[field.name] = _checked(value, types[field.name], f"{path}: {field.name}")
         elif field.default is MISSING:
             raise CheckpointError(f"{path}: {field.name} is missing")
     return picked
+
+
+def _checked(value: Any, expected: Any, name: str) -> Any:
+    """`value` if it is of the type `expected`: bool, a positive int or float, or a tuple of one of them."""
+    options = [option for option in get_args(expected) if option is not type(None)]
+    if isinstance(expected, UnionType):
+        return _checked(value, options[0], name)
+    if get_origin(expected) is tuple:
+        if not isinstance(value, list) or not value:
+            raise CheckpointError(f"{name} = {value!r} is not a list with entries")
+        signed = name.endswith("latents_mean")
+        return tuple(item if signed and _is_number(item) else _checked(item, options[0], name) for item in value)
+    if expected is bool and isinstance(value, bool):
+        return value
+    if expected is int and _is_number(value) and isinstance(value, int) and value > 0:
+        return value
+    if expected is float and _is_number(value) and value > 0:
+        return value
+    raise CheckpointError(f"{name} = {value!r} is not a {'bool' if expected is bool else 'positive number'}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +150,8 @@ class VaeConfig:
         }
         _refuse(path, config, only)
         parsed = cls(**_pick(cls, path, config))
+        if len(parsed.temperal_downsample) < len(parsed.dim_mult) - 1:
+            raise CheckpointError(f"{path}: temperal_downsample is shorter than dim_mult asks for")
         for name in ("latents_mean", "latents_std"):
             if len(getattr(parsed, name)) != parsed.z_dim:
                 raise CheckpointError(f"{path}: {name} does not have z_dim = {parsed.z_dim} entries")
@@ -162,12 +192,15 @@ class CheckpointConfigs:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
+        scheduler_path = folder / "scheduler" / "scheduler_config.json"
+        scheduler = read_json(scheduler_path)
+        _refuse(scheduler_path, scheduler, {"_class_name": (SCHEDULER_CLASS,)})
         configs = cls(
             folder=folder,
             index=ModelIndex.read(folder),
             transformer=TransformerConfig.read(folder / "transformer"),
             vae=VaeConfig.read(folder / "vae"),
-            scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
+            scheduler=scheduler,
         )
         if configs.vae.z_dim != configs.transformer.in_channels:
             raise CheckpointError(

@@ -19,7 +19,7 @@ from models.checkpoint import TensorFiles, load_weights
 from models.config import read_json
 from models.errors import CheckpointError
 from models.inputs import TokenizedPrompt
-from models.layout import PrefixLayout
+from models.layout import SLOT_SIDE_TOKENS, PrefixLayout
 
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
 
@@ -116,7 +116,7 @@ class TextEncoder(nn.Module):
                 spans.append(torch.arange(position, position + segment.num_tokens).expand(3, -1))
                 position += segment.num_tokens
                 continue
-            height, width = segment.grid.height // 2, segment.grid.width // 2
+            height, width = segment.grid.height // SLOT_SIDE_TOKENS, segment.grid.width // SLOT_SIDE_TOKENS
             rows = torch.arange(height).repeat_interleave(width)
             columns = torch.arange(width).repeat(height)
             spans.append(position + torch.stack([torch.zeros_like(rows), rows, columns]))

@@ -50,6 +50,21 @@ class Server:
         assert time.monotonic() < deadline, f"the server is not up in time:\n{self.log}"
         time.sleep(0.05)
 
+    def children(self) -> list[int]:
+        """The processes that the server has started."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue  # it ended meanwhile
+            if parent == self.process.pid:
+                found.append(int(stat.parent.name))
+        return found
+
+    def workers(self) -> list[int]:
+        return [pid for pid in self.children() if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
@@ -64,7 +79,12 @@ def serving(model: Path | None, folder: Path, *flags: str, ready: bool = True) -
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EASEL_")}
     with log.open("wb") as output, TemporaryFile() as empty:
         process = subprocess.Popen(
-            command, stdin=empty, stdout=output, stderr=output, env={**environment, "OMP_NUM_THREADS": "2"}
+            command,
+            stdin=empty,
+            stdout=output,
+            stderr=output,
+            env={**environment, "OMP_NUM_THREADS": "2"},
+            process_group=0,  # a test may press Ctrl-C in it
         )
     server = Server(process, log)
     deadline = time.monotonic() + START_TIMEOUT_S

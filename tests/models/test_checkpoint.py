@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.folder import embedded_checkpoint, find_checkpoint
-from models.errors import CheckpointError
 from models.config import CheckpointConfigs
+from models.errors import CheckpointError
+from models.folder import embedded_checkpoint, find_checkpoint
 from models.image_model import ImageModel
 from models.preprocess import PromptTokenizer
 from models.tiny_checkpoint import build_checkpoint
@@ -132,6 +132,17 @@ def test_sharded_weights_load_like_single_ones(copy: Path) -> None:
         ("transformer/config.json", {"in_channels": 8, "out_channels": 8}, "latent channels"),
         ("vae/config.json", {"is_residual": False}, "is_residual"),
         ("vae/config.json", {"latents_mean": [0.0]}, "latents_mean"),
+        ("transformer/config.json", {"num_layers": "3"}, "num_layers"),
+        ("transformer/config.json", {"num_layers": True}, "num_layers"),
+        ("transformer/config.json", {"eps": 0}, "eps"),
+        ("vae/config.json", {"temperal_downsample": [False]}, "temperal_downsample"),
+        ("vae/config.json", {"latents_std": [0.0] * 16}, "latents_std"),
+        ("vae/config.json", {"dim_mult": []}, "dim_mult"),
+        ("model_index.json", {"sample_sigmas": []}, "sample_sigmas"),
+        ("model_index.json", {"sample_sigmas": ["a"]}, "sample_sigmas"),
+        ("model_index.json", {"num_inference_steps": 0}, "num_inference_steps"),
+        ("model_index.json", {"output_resolution": "x"}, "output_resolution"),
+        ("scheduler/scheduler_config.json", {"_class_name": "EulerDiscreteScheduler"}, "EulerDiscreteScheduler"),
         ("text_encoder/config.json", {"text_config": 3}, "text_encoder"),
     ],
 )
