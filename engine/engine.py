@@ -12,6 +12,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -161,6 +162,10 @@ class Engine:
         """Read the configs, load the weights and return when requests can be served. `CheckpointError` says what is
         wrong with the checkpoint."""
         started_s = time.monotonic()
+        # Idle OpenMP threads sleep instead of spinning: on a CPU that is shared (with this very process, or with others
+        # in a container) spinning made a step 7 to 20 times slower. Read when torch is first imported, here or in the
+        # worker, which inherits it.
+        os.putenv("GOMP_SPINCOUNT", "0")
         try:
             configs = await in_detached_thread(functools.partial(read_configs, self._config))
             card = self._card = model_card(self._config, configs)

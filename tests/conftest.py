@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+os.putenv("GOMP_SPINCOUNT", "0")  # as the engine does, before torch is imported
 
 import pytest
 

@@ -27,7 +27,7 @@ SMALL = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 2}
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(checkpoint, tmp_path_factory.mktemp("server"), "--max-queue", "16", "--log-level", "warning") as server:
+    with serving(checkpoint, tmp_path_factory.mktemp("server"), "--max-queue", "16") as server:
         yield server
 
 
@@ -51,7 +51,7 @@ class Footprint:
     def __init__(self, server: Server) -> None:
         pids = [server.process.pid, *server.children()]
         self.rss_mib = sum(self.status(pid, "VmRSS") for pid in pids) / 1024
-        self.descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        self.descriptors = sum(1 for pid in pids for _ in Path(f"/proc/{pid}/fd").iterdir())
         self.threads = sum(self.status(pid, "Threads") for pid in pids)
 
     @staticmethod

@@ -46,7 +46,7 @@ async def draw(engine: Engine, seed: int, **changes: object) -> np.ndarray:
 
 async def test_killed_again_and_again_under_load_nothing_is_lost(checkpoint: Path) -> None:
     """SIGKILL from outside blames nobody, however often it hits the same request."""
-    kills, clients = 5, 6
+    kills, clients = 3, 6
     observed: list[Observation] = []
     async with running(checkpoint, worker="process", observe=observed.append) as engine:
         expected = [await draw(engine, seed) for seed in range(clients)]
