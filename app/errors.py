@@ -18,7 +18,16 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from engine.errors import EngineError, EngineStopped, GenerationFailed, InvalidRequest, NotReady, QueueFull
+from engine.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStopped,
+    GenerationFailed,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+    RequestCancelled,
+)
 
 MAX_MESSAGE_CHARS = 600
 MAX_PARAM_CHARS = 64
@@ -123,6 +132,12 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(503, error.message, error_type="server_error", code="not_ready", headers=headers)
         case EngineStopped():
             return ApiError(503, error.message, error_type="server_error", code="stopped", headers=retry_after(1.0))
+        case DeadlineExceeded():
+            code = "deadline_exceeded"
+            return ApiError(504, error.message, error_type="server_error", code=code, headers=NO_RETRY)
+        case RequestCancelled():
+            status, code = CLIENT_CLOSED_REQUEST, "request_cancelled"
+            return ApiError(status, error.message, error_type="request_cancelled", code=code, headers=NO_RETRY)
         case GenerationFailed():
             return ApiError(500, error.message, error_type="server_error", code=error.code, headers=NO_RETRY)
         case _:

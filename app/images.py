@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from app.errors import invalid
 
@@ -23,6 +23,8 @@ Background = Literal["auto", "transparent", "opaque"]
 
 INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_INPUT_ASPECT = 20
+JPEG_SCAN = b"\xff\xda"  # never part of the compressed data
+MAX_JPEG_SCANS = 100  # progressive files have about ten; each one costs a pass over the whole picture
 PNG_COMPRESS_LEVEL = 1  # several times faster than the default, for files a few percent larger
 
 UPRIGHT = {  # what undoes each EXIF orientation
@@ -58,6 +60,9 @@ def decode_upload(data: bytes, *, max_pixels: int) -> Image.Image:
             if image.format not in INPUT_FORMATS:  # the JPEG reader opens MPO as well
                 raise invalid("An image is neither PNG, JPEG nor WebP.", param="image", code="invalid_image")
             check_dimensions(*image.size, max_pixels=max_pixels)
+            if image.format == "JPEG" and data.count(JPEG_SCAN) > MAX_JPEG_SCANS:
+                raise invalid("An image has too many progressive scans.", param="image", code="invalid_image")
+            scale_transparency(image)
             image.load()
             picture = upright(to_rgba(image), image)
     except UNREADABLE as error:
@@ -65,6 +70,16 @@ def decode_upload(data: bytes, *, max_pixels: int) -> Image.Image:
         raise invalid(message, param="image", code="invalid_image") from error
     picture.info = {}
     return picture
+
+
+def scale_transparency(image: ImageFile.ImageFile) -> None:
+    """Bring the one transparent colour of a PNG to the 8 bits that Pillow turns its pixels into; call before `load`."""
+    key = image.info.get("transparency")
+    raw_mode = image.tile[0][3] if image.tile else None
+    if isinstance(key, int) and raw_mode in ("L;2", "L;4"):
+        image.info["transparency"] = key * {"L;2": 85, "L;4": 17}[raw_mode]
+    elif isinstance(key, tuple) and raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(channel >> 8 for channel in key)
 
 
 def check_dimensions(width: int, height: int, *, max_pixels: int) -> None:
@@ -100,14 +115,14 @@ def to_rgba(image: Image.Image) -> Image.Image:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
+class EncodedImage:
     """An encoded output, and whether it kept an alpha channel."""
 
     data: bytes
     transparent: bool
 
 
-def encode(pixels: np.ndarray, output_format: OutputFormat, background: Background, compression: int) -> ImageFile:
+def encode(pixels: np.ndarray, output_format: OutputFormat, background: Background, compression: int) -> EncodedImage:
     """Encode (height, width, 4) uint8 RGBA. `compression` is the quality, 0 to 100, of the lossy formats."""
     uses_alpha = bool((pixels[..., 3] < 255).any())
     transparent = background == "transparent" or (background == "auto" and uses_alpha and output_format != "jpeg")
@@ -124,4 +139,4 @@ def encode(pixels: np.ndarray, output_format: OutputFormat, background: Backgrou
             picture.save(file, "WEBP", quality=compression, exact=True)
         case "jpeg":
             picture.save(file, "JPEG", quality=compression, subsampling="4:4:4")
-    return ImageFile(file.getvalue(), transparent)
+    return EncodedImage(file.getvalue(), transparent)

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app.errors import install_handlers
-from app.middleware import Authentication, BodyLimit, RequestContext
-from app.routes import health, images, models
+from app.metrics import Metrics
+from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
+from app.routes import health, images, metrics, models, requests
 from app.settings import Settings
 from engine.engine import Engine
 from models.errors import CheckpointError
@@ -23,23 +24,28 @@ logger = logging.getLogger(__name__)
 def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     """The whole service. It answers at once, and turns ready when the engine has loaded.
 
-    If loading fails, `app.state.startup_error` becomes the reason, as a text for the operator, and
-    `app.state.stop_server` is called: whoever runs the server sets it, ends the server in it, and exits non-zero.
+    If the model can't be loaded, or its worker not be replaced, `app.state.failure` becomes the reason, as a sentence
+    for the operator, and `app.state.stop_server` is called: whoever runs the server sets it, ends the server in it,
+    and exits non-zero. `app.state.drain` is a coroutine function, there once the application has started.
     """
     app = FastAPI(title="Easel", docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
     app.state.settings = settings
-    app.state.engine = engine or Engine(settings.engine_config())
+    app.state.metrics = Metrics()
+    app.state.engine = engine or Engine(settings.engine_config(), observe=app.state.metrics.observe)
+    app.state.metrics.watch(app.state.engine)
     app.state.created = int(time.time())
-    app.state.startup_error = None
+    app.state.failure = None
     app.state.stop_server = lambda: None
 
     install_handlers(app)
-    for routes in (images, models, health):
+    for routes in (images, requests, models, health, metrics):
         app.include_router(routes.router)
 
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the outermost
     if settings.api_key:
-        app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key])
+        keys = [key.get_secret_value() for key in settings.api_key]
+        open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES
+        app.add_middleware(Authentication, keys=keys, open_paths=open_paths)
     app.add_middleware(RequestContext)
     return app
 
@@ -48,18 +54,31 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load in the background, so that the probes answer meanwhile; at the end, let admitted work finish."""
     engine: Engine = app.state.engine
-    loading = asyncio.create_task(engine.start(), name="load the model")
+
+    def give_up(reason: str) -> None:
+        app.state.failure = reason
+        stop_server: Callable[[], None] = app.state.stop_server
+        stop_server()
 
     def on_loaded(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            app.state.startup_error = engine.failure or str(error) or type(error).__name__
-            unforeseen = None if isinstance(error, CheckpointError) else error
-            logger.error("the model could not be loaded: %s", app.state.startup_error, exc_info=unforeseen)
-            stop_server: Callable[[], None] = app.state.stop_server
-            stop_server()
+        if task.cancelled():
+            return
+        if error := task.exception():
+            reason = f"the model could not be loaded: {engine.failure or error}"
+            logger.error("%s", reason, exc_info=None if isinstance(error, CheckpointError) else error)
+            give_up(reason)
+        else:
+            logger.info("ready to draw with %s", engine.card.name)
 
+    engine.on_failure(give_up)
+    loading = asyncio.create_task(engine.start(), name="load the model")
     loading.add_done_callback(on_loaded)
+
+    async def drain() -> None:
+        loading.cancel()
+        await asyncio.wait({loading})
+        await engine.stop(app.state.settings.drain_seconds)
+
+    app.state.drain = drain
     yield
-    loading.cancel()
-    await asyncio.wait({loading})
-    await engine.stop(app.state.settings.drain_seconds)
+    await drain()

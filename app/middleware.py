@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +20,7 @@ from app.errors import ApiError, internal_error, payload_too_large
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
 
 
 class RequestContext:
@@ -64,14 +64,15 @@ def request_id_of(scope: Scope) -> str:
 
 
 class Authentication:
-    """Asks for one of `keys` as a bearer token on every path but the health probes, unknown paths included."""
+    """Asks for one of `keys` as a bearer token on every path but `open_paths`, unknown paths included."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = PROBES) -> None:
         self.app = app
+        self.open_paths = frozenset(open_paths)
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.admits(scope):
+        if scope["type"] != "http" or scope["path"] in self.open_paths or self.admits(scope):
             await self.app(scope, receive, send)
             return
         error = ApiError(

@@ -24,6 +24,7 @@ MAX_IMAGES = 4
 MAX_PARTS = 100
 MAX_FIELD_BYTES = 256 * 2**10  # 32,000 characters of four bytes, and some
 MAX_BOUNDARY_CHARS = 70  # RFC 2046, section 5.1.1
+UNSUPPORTED_FILES = (b"mask", b"markup")
 IMAGE_FIELD = re.compile(rb"images?(\[[0-9]{0,3}\])?")  # image, image[], image[0], images
 
 
@@ -108,6 +109,9 @@ class FormCollector:
         self.field_name = options.get(b"name", b"")
         if not self.field_name:
             raise invalid("A part of the form has no field name.", code="invalid_form")
+        if self.field_name in UNSUPPORTED_FILES:
+            name = self.field_name.decode()
+            raise invalid(f"'{name}' is not supported.", param=name, code="unsupported_parameter")
         if self.is_image and len(self.form.images) == MAX_IMAGES:
             raise invalid(f"At most {MAX_IMAGES} images are taken.", param="image", code="too_many_images")
         if not self.is_image and self.field_name in self.form.texts:

@@ -74,11 +74,11 @@ def read_pictures(paths: list[Path], settings: Settings) -> tuple[Image.Image, .
 
 
 async def draw(request: ImageRequest, pictures: tuple[Image.Image, ...], settings: Settings) -> GenerationResult:
-    engine = Engine(settings.engine_config())
+    engine = Engine(replace(settings.engine_config(), worker="inline"))
     try:
         await engine.start()
         params, warnings = params_from(request, settings, engine.card)
-        result = await run(engine, with_images(params, pictures, settings))
+        result = await run(engine, with_images(params, pictures, settings, engine.card))
         return replace(result, warnings=(*warnings, *result.warnings))
     finally:
         await engine.stop(0)

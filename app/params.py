@@ -16,9 +16,12 @@ from app.images import Background, OutputFormat
 from app.schemas import ImageRequest
 from app.settings import Settings
 from engine.request import GenerationParams, ModelCard
+from models.layout import fit_area
 
 DEMO_NAME = "easel-demo"
 SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
+ANSWER_S, ANSWER_SHARE = 0.5, 0.1  # of an announced read timeout, kept for the file and the way back
 MAX_NAMED = 20  # unknown fields that one answer warns of
 STEP_SHARE = {"medium": 0.60, "low": 0.35}
 NO_EFFECT = {"moderation": "auto", "style": None, "input_fidelity": None}  # and the value that asks for nothing
@@ -81,6 +84,9 @@ def params_from(request: ImageRequest, settings: Settings, card: ModelCard) -> t
         num_images=num_images,
         num_steps=num_steps,
         true_cfg_scale=1.0 if request.true_cfg_scale is None else request.true_cfg_scale,
+        timeout_s=request.timeout_s,
+        priority=request.priority or 0,
+        deterministic=request.deterministic or False,
     )
     return params, [*ignored_fields(request), *quality_warnings]
 
@@ -103,13 +109,7 @@ def parse_size(size: str | None, settings: Settings) -> tuple[int, int] | None:
     match = SIZE.fullmatch(size)
     if match:
         width, height = int(match[1]), int(match[2])
-        short, long = sorted((width, height))
-        if (
-            short >= settings.min_side
-            and long <= settings.max_side
-            and width * height <= settings.max_output_pixels
-            and long <= settings.max_aspect * short
-        ):
+        if in_limits(width, height, settings) and max(width, height) <= settings.max_aspect * min(width, height):
             return width, height
     raise invalid(
         f"Invalid 'size': it is 'auto' or WIDTHxHEIGHT with sides of {settings.min_side} to {settings.max_side}, "
@@ -118,15 +118,36 @@ def parse_size(size: str | None, settings: Settings) -> tuple[int, int] | None:
     )
 
 
-def with_images(params: GenerationParams, images: Sequence[Image.Image], settings: Settings) -> GenerationParams:
-    """Add the decoded condition images. The output's automatic size takes the shape of the last one, which may be
-    longer than an output may be."""
+def within(params: GenerationParams, announced: str | None) -> GenerationParams:
+    """Shorten the time limit to the read timeout that an SDK announces in its header, if it says anything useful.
+
+    The answer must be out before the client stops reading, or it would ask for the same picture again.
+    """
+    if announced is None or not SECONDS.fullmatch(announced) or not (announced_s := float(announced)):
+        return params
+    announced_s -= min(ANSWER_S, ANSWER_SHARE * announced_s)
+    return replace(params, timeout_s=min(announced_s, params.timeout_s or announced_s))
+
+
+def with_images(
+    params: GenerationParams, images: Sequence[Image.Image], settings: Settings, card: ModelCard
+) -> GenerationParams:
+    """Add the decoded condition images. An output of automatic size takes the shape of the last one, and must keep to
+    the limits of outputs; its rounding to the model's grid does not count against the aspect ratio."""
     if params.size_px is None and images:
-        short, long = sorted(images[-1].size)
-        if long > settings.max_aspect * short:
-            limit = f"more than {settings.max_aspect:g} times as long as it is wide"
-            raise invalid(f"The last image is {limit}, so 'size' must be given.", param="size")
+        width, height = images[-1].size
+        area_px = (params.resolution_px or card.default_resolution_px) ** 2
+        fitted = fit_area(area_px, width / height, card.size_multiple_px)
+        if max(width, height) > settings.max_aspect * min(width, height) or not in_limits(*fitted, settings):
+            message = "The last image's shape makes an output outside of the limits: give a 'size'."
+            raise invalid(message, param="size")
     return replace(params, condition_images=tuple(images))
+
+
+def in_limits(width: int, height: int, settings: Settings) -> bool:
+    """Whether an output may have these sides, its aspect ratio aside."""
+    short, long = sorted((width, height))
+    return short >= settings.min_side and long <= settings.max_side and width * height <= settings.max_output_pixels
 
 
 def check_resolution(resolution_px: int | None, settings: Settings) -> int | None:

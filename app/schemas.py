@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from app.errors import from_validation, invalid
+from app.errors import from_validation, invalid, printable
 from app.images import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000
@@ -103,6 +103,15 @@ class ImageRequest(BaseModel):
     resolution: Annotated[int, Field(ge=1), FormLiteral] | None = Field(
         None, description="Condition images and `auto` sizes have about resolution² pixels."
     )
+    timeout_s: Annotated[float, Field(gt=0, le=3600), FormLiteral] | None = Field(
+        None, description="A request that can't be done in this many seconds is refused or given up."
+    )
+    priority: Annotated[int, Field(ge=-10, le=10), FormLiteral] | None = Field(
+        None, description="Among waiting requests the higher one goes first; 0 if absent."
+    )
+    deterministic: Annotated[bool, FormLiteral] | None = Field(
+        None, description="Run alone, so that requests that come at the same time can't change the rounding."
+    )
 
 
 def parse_json(body: bytes, *, keep_unknown: bool) -> ImageRequest:
@@ -137,6 +146,10 @@ def parse_form(texts: dict[bytes, bytes], *, keep_unknown: bool) -> ImageRequest
         try:
             values[name] = value.decode()
         except UnicodeDecodeError as error:
+            if name not in ImageRequest.model_fields:
+                raise invalid(
+                    f"Unknown parameter: '{printable(name)}'.", param=name, code="unknown_parameter"
+                ) from error
             raise invalid("A form field is not valid UTF-8.", param=name) from error
     try:
         return ImageRequest.model_validate(values, extra="allow" if keep_unknown else "forbid", context=FORM)
@@ -169,8 +182,20 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class RequestMetrics(BaseModel):
+    """Where the time went. `batch_size` is the mean number of pictures that shared a denoise step."""
+
+    queue_seconds: float
+    encode_seconds: float
+    prefill_seconds: float
+    steps_seconds: float
+    decode_seconds: float
+    file_seconds: float
+    batch_size: float
+
+
 class ImagesResponse(BaseModel):
-    """OpenAI's answer, with `model`, `warnings` and the seeds on top."""
+    """OpenAI's answer, with `model`, `warnings`, `metrics` and the seeds on top."""
 
     created: int
     data: list[ImageData]
@@ -181,3 +206,22 @@ class ImagesResponse(BaseModel):
     usage: Usage
     model: str
     warnings: list[str]
+    metrics: RequestMetrics
+
+
+class RequestState(BaseModel):
+    """Where a request is. `position` is 0 while it runs; steps count over all its pictures."""
+
+    id: str
+    object: Literal["image.request"] = "image.request"
+    status: Literal["running", "queued"]
+    position: int
+    step: int
+    num_steps: int
+    eta_seconds: float
+
+
+class RequestDeleted(BaseModel):
+    id: str
+    object: Literal["image.request"] = "image.request"
+    deleted: Literal[True] = True

@@ -2,58 +2,78 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
+from app.main import create_app
 from app.settings import Settings
-from engine.errors import EngineError
-from models.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which common proxies drop an idle connection
 CLOSING_SECONDS = 10  # after the drain, for answers to reach their clients
 MAX_HEADER_BYTES = 64 * 1024
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Drains while connections are still open. uvicorn alone would wait for them first, and tell the application only
-    when they are gone; so a request that outlives the drain gets its error, not a broken connection."""
+    """Drains while the port is still open, then closes it; the second signal ends the process at once.
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float) -> None:
+    uvicorn alone would close the port first, so that new clients meet a broken connection instead of a 503, then wait
+    for connections, and tell the application only when they are gone.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
-        self.engine = engine
-        self.drain_seconds = drain_seconds
+        self.app = app
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve, and end the process: nothing is left to do then, but threads that still import or fetch, and a large
+        heap to take apart, can hold up a normal exit for longer than whoever asked for it waits."""
+        await super().serve(sockets)
+        reason = self.app.state.failure
+        if not self.started:
+            reason = "the service could not start; its log says why"
+        if reason:
+            print(f"easel: {reason}", file=sys.stderr)
+        os._exit(1 if reason else 0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self.engine.stop(self.drain_seconds))
+        logger.info("draining; a second signal ends the service at once")
+        await self.app.state.drain()
         await super().shutdown(sockets)
-        if self.force_exit:
-            draining.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await draining
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals and keep them to the end: the second one may come late."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; or, the second time, end now and take the worker along."""
+        if self.should_exit:
+            if worker_pid := self.app.state.engine.worker_pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker_pid, signal.SIGKILL)
+            os._exit(128 + sig)
+        self.should_exit = True
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. A service that can't start ends in `SystemExit` with the reason."""
-    # uvicorn drains on either signal and raises it once more at the end, which must not look like a failure.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Serve until SIGINT or SIGTERM, drain, and end the process: status 0, or 1 and the reason on standard error."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until there is something to drain
     listener = listen(settings.host, settings.port)
-    from app.main import create_app  # brings torch: a busy port shows sooner
-
-    try:
-        app = create_app(settings)
-    except (EngineError, CheckpointError) as error:
-        raise SystemExit(f"easel: the model could not be loaded: {error}") from error
+    app = create_app(settings)
     config = uvicorn.Config(
         app,
         http="h11",
@@ -63,20 +83,15 @@ def serve(settings: Settings) -> None:
         log_level=settings.log_level,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + CLOSING_SECONDS,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
     )
-    server = Server(config, app.state.engine, settings.drain_seconds)
+    server = Server(config, app)
 
     def stop_server() -> None:
         server.should_exit = True
 
     app.state.stop_server = stop_server
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
-    if app.state.startup_error:
-        raise SystemExit(f"easel: the model could not be loaded: {app.state.startup_error}")
-    if not server.started:
-        raise SystemExit("easel: the service could not start; its log says why")
+    server.run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -65,8 +65,21 @@ class Settings(BaseSettings):
     host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: Secrets = Field((), description="Key that clients must send; several are all valid, none means open.")
+    metrics_open: bool = Field(False, description="Whether /metrics can be read without a key when keys are set.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
 
+    worker: Literal["process", "inline"] = Field(
+        "process", description="Where the model runs: a process that is replaced when it dies, or a thread, to debug."
+    )
+    policy: Literal["shortest", "fcfs"] = Field(
+        "shortest", description="Who goes first: the request with the least work left, or the one that came first."
+    )
+    max_stretch: float = Field(
+        10.0, ge=1, allow_inf_nan=False, description="A request goes first after this many times its own run time."
+    )
+    hang_timeout_seconds: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="Silence after which a worker that has work is replaced."
+    )
     max_queue: int = Field(64, ge=1, description="Requests admitted and unfinished before new ones get 429.")
     max_batch_rows: int = Field(8, ge=1, description="Rows (one guidance branch of one image) in a batch.")
     default_num_steps: int | None = Field(
@@ -130,12 +143,17 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine is built from."""
-        from models.checkpoint import embedded_checkpoint  # brings torch, which `easel --help` should not wait for
+        from models.folder import embedded_checkpoint  # brings the hub client, which `easel --help` need not wait for
 
         return EngineConfig(
             model=self.model or str(embedded_checkpoint()),
             device=self.device,
             dtype=self.dtype,
+            worker=self.worker,
+            policy=self.policy,
+            max_stretch=self.max_stretch,
+            hang_timeout_s=self.hang_timeout_seconds,
+            max_output_pixels=self.max_output_pixels,
             max_queue=self.max_queue,
             max_batch_rows=self.max_batch_rows,
             default_num_steps=self.default_num_steps,

@@ -33,6 +33,7 @@ from engine.host import LoadRunner
 from engine.loading import in_detached_thread, load_preparer, load_runner, model_card, read_configs
 from engine.messages import (
     Abort,
+    DeviceMemory,
     Event,
     ImageReady,
     OutOfMemoryRetried,
@@ -72,7 +73,7 @@ class WorkerRestarted:
     """The worker died and a new one is being started."""
 
 
-Observation = WorkDone | OutOfMemoryRetried | WorkerRestarted
+Observation = WorkDone | OutOfMemoryRetried | DeviceMemory | WorkerRestarted
 
 
 class Engine:
@@ -308,7 +309,7 @@ class Engine:
             case RequestFailed():
                 for pending in self._of((event.request_id,)):
                     _fail(pending, _error_of(event))
-            case OutOfMemoryRetried():
+            case OutOfMemoryRetried() | DeviceMemory():
                 self._observe(event)
 
     def _of(self, keys: tuple[str, ...]) -> Iterator[Pending]:

@@ -32,6 +32,7 @@ LoadRunner = Callable[[], "Runner"]  # called in the worker; for a process it mu
 OnEvent = Callable[[Event], None]
 OnExit = Callable[[int | None], None]  # the exit code; negative for a signal; None for a thread
 
+SERVICE_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STUCK = 70  # exit status of a worker that lost its device or met a bug
 
 
@@ -64,7 +65,10 @@ class ProcessHost:
         return self._process.pid
 
     def start(self) -> None:
+        # The worker inherits the mask: a signal for the whole group must not hit it before it can ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._worker_end.close()
         atexit.register(self._process.kill)  # the worker ignores the signals that end this process
         for target in (self._send_commands, self._receive_events):
@@ -74,7 +78,8 @@ class ProcessHost:
         self._outbox.put(command)
 
     def kill(self) -> None:
-        self._process.kill()
+        if self._process.pid is not None:
+            self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
         self._process.join(timeout_s)
@@ -141,7 +146,7 @@ def run_loop(
         return STUCK
     except Exception as error:
         log.exception("the worker could not load the model")
-        emit(WorkerFailed(f"the model could not be loaded: {error}"))
+        emit(WorkerFailed(f"{type(error).__name__}: {error}"))
         return STUCK
     try:
         loop.run()
@@ -153,8 +158,9 @@ def run_loop(
 
 def worker_main(pipe: Connection, load: LoadRunner, limits: Limits) -> None:
     """The whole life of a worker process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the service, which decides when its worker ends
+    for number in SERVICE_SIGNALS:  # the service decides when its worker ends
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVICE_SIGNALS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 

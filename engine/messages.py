@@ -90,4 +90,15 @@ class OutOfMemoryRetried:
     """The device ran out of memory, and the same work is tried again in smaller pieces."""
 
 
-Event = WorkerReady | WorkerFailed | WorkStarted | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What the worker's allocator holds of the device, in bytes; told about once a second while there is work."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+
+
+Event = (
+    WorkerReady | WorkerFailed | WorkStarted | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried | DeviceMemory
+)

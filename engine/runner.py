@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
+from engine.messages import DeviceMemory
 from engine.profile import Profile, measure
 from engine.request import PreparedRequest
 from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
@@ -78,6 +79,14 @@ class Runner:
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
         return result
+
+    def device_memory(self) -> DeviceMemory | None:
+        """What is held of the device now; None where that is the host's memory."""
+        if self._model.device.type != "cuda":
+            return None
+        device = self._model.device
+        _, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total)
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MEMORY_INTERVAL_S = 1.0
 OUT_OF_MEMORY = "This request does not fit the device's memory."
 LATE = "The request could not be finished within its time limit."
 
@@ -56,7 +57,9 @@ class WorkerLoop:
         self._requests: dict[str, PreparedRequest] = {}
         self._commands = commands
         self._emit = emit
+        self._memory_told_s = float("-inf")
         emit(WorkerReady(self._costs.copy(), profile.memory, profile.token_budget))
+        self._tell_memory()
 
     def run(self) -> None:
         while self._take_commands():
@@ -113,6 +116,7 @@ class WorkerLoop:
             self._blame(work, "internal_error", "The request failed inside the engine.")
             return
         self._report(work, time.monotonic() - started_s)
+        self._tell_memory()
         if isinstance(work, DecodeImage) and picture is not None:
             self._emit(ImageReady(work.request_id, work.image_index, picture))
         for request_id in self._scheduler.complete(work):
@@ -136,6 +140,12 @@ class WorkerLoop:
                 self._emit(WorkDone(work, seconds, sum(request.num_branches for request in requests), tokens))
                 return
         self._emit(WorkDone(work, seconds))
+
+    def _tell_memory(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._memory_told_s >= MEMORY_INTERVAL_S and (memory := self._runner.device_memory()):
+            self._memory_told_s = now_s
+            self._emit(memory)
 
     def _retry_smaller(self, work: Work, retried: bool) -> None:
         """Out of memory: once more in halves, or, for a single request, with everything else given up."""

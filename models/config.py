@@ -192,12 +192,13 @@ class CheckpointConfigs:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
+        index = ModelIndex.read(folder)
         scheduler_path = folder / "scheduler" / "scheduler_config.json"
         scheduler = read_json(scheduler_path)
         _refuse(scheduler_path, scheduler, {"_class_name": (SCHEDULER_CLASS,)})
         configs = cls(
             folder=folder,
-            index=ModelIndex.read(folder),
+            index=index,
             transformer=TransformerConfig.read(folder / "transformer"),
             vae=VaeConfig.read(folder / "vae"),
             scheduler=scheduler,

@@ -52,11 +52,11 @@ def copied_from_context() -> list[tuple[str, str]]:
     return copies
 
 
-def settings_of(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings_of(environment: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> Settings:
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and value is not None:  # without a value, the shell's own is passed on
             monkeypatch.setenv(name, value)
     return load_settings()
 

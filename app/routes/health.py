@@ -12,6 +12,7 @@ from engine.engine import Engine, EngineState
 RETRY_AFTER_S = 5.0
 REASONS = {
     EngineState.LOADING: "The model is being loaded.",
+    EngineState.RESTARTING: "The model's process has died and is being replaced.",
     EngineState.DRAINING: "The server is shutting down.",
     EngineState.STOPPED: "The server has shut down.",
     EngineState.FAILED: "The model could not be loaded or has failed; the server's log says why.",
@@ -27,7 +28,7 @@ async def live(engine: EngineDep) -> Response:
     return JSONResponse({"status": "live"})
 
 
-@router.get("/health/ready", responses={503: {"description": "Loading, draining or failed."}})
+@router.get("/health/ready", responses={503: {"description": "Loading, restarting, draining or failed."}})
 @router.get("/health", include_in_schema=False)
 @router.get("/v1/health", include_in_schema=False)
 async def ready(engine: EngineDep) -> Response:

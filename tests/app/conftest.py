@@ -19,8 +19,16 @@ from PIL import Image
 from app.main import create_app
 from app.settings import Settings
 from engine.engine import EngineState
-from engine.errors import NotReady
-from engine.request import GeneratedImage, GenerationParams, GenerationResult, ModelCard, TokenUsage
+from engine.errors import NotReady, QueueFull, RequestCancelled
+from engine.request import (
+    GeneratedImage,
+    GenerationParams,
+    GenerationResult,
+    ModelCard,
+    RequestStatus,
+    Timings,
+    TokenUsage,
+)
 
 
 class GradientEngine:
@@ -37,11 +45,15 @@ class GradientEngine:
         self.may_finish.set()
         self.error: Exception | None = None
         self.load_error: Exception | None = None
+        self.is_full = False
         self.alpha = 255
         self.fixed_num_steps = False
         self.received: list[GenerationParams] = []
         self.request_ids: list[str] = []
-        self.num_waiting = self.num_running = self.num_cancelled = 0
+        self.pending: dict[str, asyncio.Future[None]] = {}
+        self.num_waiting = self.num_cancelled = 0
+        self.backlog_s = 0.0
+        self.give_up: Callable[[str], None] = lambda reason: None
         self.drained_s: float | None = None
 
     async def start(self) -> None:
@@ -53,6 +65,23 @@ class GradientEngine:
 
     async def stop(self, drain_s: float) -> None:
         self.state, self.drained_s = EngineState.STOPPED, drain_s
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        self.give_up = callback
+
+    @property
+    def num_running(self) -> int:
+        return len(self.pending)
+
+    def status(self, request_id: str) -> RequestStatus | None:
+        if request_id not in self.pending:
+            return None
+        return RequestStatus(request_id, running=True, position=0, step=3, num_steps=50, eta_s=1.25)
+
+    def cancel(self, request_id: str) -> bool:
+        if request_id in self.pending:
+            self.pending[request_id].set_exception(RequestCancelled("The request was cancelled."))
+        return request_id in self.pending
 
     @property
     def card(self) -> ModelCard:
@@ -69,18 +98,30 @@ class GradientEngine:
         )
 
     async def generate(
-        self, params: GenerationParams, *, request_id: str, on_progress: object = None
+        self,
+        params: GenerationParams | Callable[[], GenerationParams],
+        *,
+        request_id: str,
+        on_progress: object = None,
     ) -> GenerationResult:
+        if self.is_full:
+            raise QueueFull("The queue is full.", retry_after_s=1.0)
+        if callable(params):
+            params = await asyncio.to_thread(params)
         self.received.append(params)
         self.request_ids.append(request_id)
-        self.num_running += 1
+        cancelled = self.pending[request_id] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(self.may_finish.wait())
         try:
-            await self.may_finish.wait()
+            await asyncio.wait({waiting, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if cancelled.done():
+                cancelled.result()
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
         finally:
-            self.num_running -= 1
+            waiting.cancel()
+            del self.pending[request_id]
         if self.error:
             raise self.error
         width, height = params.size_px or (64, 64)
@@ -89,7 +130,8 @@ class GradientEngine:
         usage = TokenUsage(
             text_tokens=7, condition_image_tokens=3 * len(params.condition_images), output_image_tokens=16
         )
-        return GenerationResult(images, usage, params.num_steps or 50, ())
+        timings = Timings(queue_s=0.5, encode_s=0.25, prefill_s=0.125, steps_s=2.0, decode_s=1.0, batch_size=1.5)
+        return GenerationResult(images, usage, params.num_steps or 50, (), timings)
 
     def draw(self, width: int, height: int, seed: int) -> np.ndarray:
         rows, columns = np.linspace(0, 255, height), np.linspace(0, 255, width)

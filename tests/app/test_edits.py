@@ -39,12 +39,14 @@ async def test_form_values_mean_the_same_as_json(client, engine, png):
     texts = {
         **{"prompt": "a fox 🦊", "n": "2", "size": "96x64", "seed": "-1", "num_inference_steps": "7"},
         **{"true_cfg_scale": "4.5", "stream": "false", "partial_images": "0", "quality": "high", "user": "007"},
+        **{"timeout_s": "0.5", "priority": "-3", "deterministic": "true"},
     }
     response = await client.post(URL, data=texts, files={"image": png})
     assert response.status_code == 200, response.text
     [params] = engine.received
     assert (params.prompt, params.num_images, params.size_px) == ("a fox 🦊", 2, (96, 64))
     assert (params.num_steps, params.true_cfg_scale) == (7, 4.5)
+    assert (params.timeout_s, params.priority, params.deterministic) == (0.5, -3, True)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,9 @@ async def test_form_values_mean_the_same_as_json(client, engine, png):
         ),
         *(("seed", text) for text in ("1_0", "-2", "4294967296", "NaN")),
         *(("true_cfg_scale", text) for text in ("NaN", "inf", "1e999", "true", ".5", "4,5", "21")),
+        *(("timeout_s", text) for text in ("0", "3601", "10s")),
+        *(("priority", text) for text in ("11", "1.0", "high")),
+        *(("deterministic", text) for text in ("yes", "1")),
         *(("stream", text) for text in ("True", "0", "1", "no")),
         *(("prompt", text) for text in ("", "  ", "a\0b", "a" * 32_001)),
         *(("size", "1024"), ("quality", "best"), ("output_compression", "101")),
@@ -85,11 +90,17 @@ async def test_unknown_form_field_is_named(connect, refused, png):
     assert "lora" in response.json()["warnings"][0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("mask", b"\x89PNG"), ("mask", b"x"), ("stream", b"true")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("mask", b"\x89PNG"), ("mask", b"x" * 300_000), ("markup", b"x"), ("stream", b"true")]
+)
 async def test_what_is_not_supported_yet_says_so(client, refused, png, name, value):
     body = form(part("image", png), part("prompt", b"a"), part(name, value))
-    response = await client.post(URL, content=body, headers=FORM)
-    refused(response, 400, param=name)
+    refused(await client.post(URL, content=body, headers=FORM), 400, param=name, code="unsupported_parameter")
+
+
+async def test_file_in_an_unknown_field_is_named(client, refused, png):
+    body = form(part("image", png), part("prompt", b"a"), part("picture", png, '; filename="a.png"'))
+    refused(await client.post(URL, content=body, headers=FORM), 400, param="picture", code="unknown_parameter")
 
 
 async def test_no_image_is_400(client, refused):
@@ -117,6 +128,12 @@ async def test_four_images_are_taken(client, engine, png):
 async def test_bad_fields_are_refused_before_any_image_is_decoded(client, refused, monkeypatch):
     monkeypatch.setattr("app.routes.images.decode_upload", pytest.fail)
     refused(await client.post(URL, data={"prompt": "a", "n": "11"}, files={"image": b"junk"}), 400, param="n")
+
+
+async def test_full_queue_refuses_before_any_image_is_decoded(client, engine, refused, monkeypatch):
+    monkeypatch.setattr("app.routes.images.decode_upload", pytest.fail)
+    engine.is_full = True
+    refused(await client.post(URL, data={"prompt": "a"}, files={"image": b"junk"}), 429, code="queue_full")
 
 
 async def test_zero_byte_image_is_400(client, refused):
@@ -244,3 +261,10 @@ async def test_long_image_needs_an_explicit_size(client, refused, encoded):
     assert refused(response, 400, param="size")
     response = await client.post(URL, data={"prompt": "a", "size": "64x64"}, files=strip)
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("size", "resolution"), [((800, 100), 64), ((800, 100), 2048), ((100, 790), 2048)])
+async def test_automatic_size_keeps_to_the_limits_of_outputs(client, refused, encoded, size, resolution):
+    strip = {"image": encoded(Image.new("RGB", size))}
+    response = await client.post(URL, data={"prompt": "a", "resolution": str(resolution)}, files=strip)
+    refused(response, 400, param="size")

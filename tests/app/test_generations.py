@@ -16,7 +16,7 @@ async def test_answer_has_the_shape_clients_expect(client, opened):
     response = await client.post(URL, json={"prompt": "a lighthouse", "n": 2, "size": "96x64", "seed": 2**32 - 1})
     answer = response.json()
     assert answer.keys() == {
-        *("created", "data", "background", "output_format", "quality", "size", "usage", "model", "warnings")
+        *("created", "data", "background", "output_format", "quality", "size", "usage", "model", "warnings", "metrics")
     }
     assert [image.keys() for image in answer["data"]] == [{"b64_json", "seed"}] * 2
     assert [image["seed"] for image in answer["data"]] == [2**32 - 1, 0]
@@ -31,6 +31,15 @@ async def test_answer_has_the_shape_clients_expect(client, opened):
     }
     assert (answer["model"], answer["quality"], answer["output_format"]) == ("easel-demo", "high", "png")
     assert answer["warnings"] == []
+    assert answer["metrics"].pop("file_seconds") > 0
+    assert answer["metrics"] == {
+        "queue_seconds": 0.5,
+        "encode_seconds": 0.25,
+        "prefill_seconds": 0.125,
+        "steps_seconds": 2.0,
+        "decode_seconds": 1.0,
+        "batch_size": 1.5,
+    }
 
 
 async def test_every_field_reaches_the_engine(client, engine):
@@ -43,11 +52,15 @@ async def test_every_field_reaches_the_engine(client, engine):
         "num_inference_steps": 7,
         "true_cfg_scale": 4,
         "resolution": 512,
+        "timeout_s": 90,
+        "priority": -10,
+        "deterministic": True,
     }
     assert (await client.post(URL, json=fields)).status_code == 200
     [params] = engine.received
     assert (params.prompt, params.negative_prompt, params.num_images, params.size_px) == ("a", "", 3, (100, 70))
     assert (params.seed, params.num_steps, params.true_cfg_scale, params.resolution_px) == (5, 7, 4.0, 512)
+    assert (params.timeout_s, params.priority, params.deterministic) == (90.0, -10, True)
 
 
 async def test_null_means_absent(client, engine):
@@ -56,6 +69,7 @@ async def test_null_means_absent(client, engine):
     for fields in ({"prompt": "a"}, {**nothing, "prompt": "a"}):
         assert (await client.post(URL, json=fields)).status_code == 200
     bare, nulled = engine.received
+    assert (bare.timeout_s, bare.priority, bare.deterministic) == (None, 0, False)
     assert bare.seed != nulled.seed
     assert (bare.size_px, bare.num_steps, bare.num_images) == (nulled.size_px, nulled.num_steps, nulled.num_images)
 
@@ -235,6 +249,9 @@ BAD_VALUES = [
     *(("partial_images", value) for value in (-1, 4, "0")),
     *(("negative_prompt", value) for value in (1, "\0", "a" * 32_001)),
     *(("resolution", value) for value in (0, 63, 2049, 10**18, "64", 64.0)),
+    *(("timeout_s", value) for value in (0, -1, 3600.5, "60", True)),
+    *(("priority", value) for value in (-11, 11, 1.0, "1", True)),
+    *(("deterministic", value) for value in (1, "true")),
     *(("user", value) for value in (1, "a" * 513)),
     *(("model", value) for value in (1, ["easel-demo"])),
     ("moderation", "none"),

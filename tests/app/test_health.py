@@ -32,11 +32,14 @@ async def test_live_at_once_ready_when_loaded(connect, engine, refused):
         assert (await client.get(path)).json() == {"status": "ready", "running": 0, "waiting": 0}
 
 
-@pytest.mark.parametrize("state", [EngineState.DRAINING, EngineState.STOPPED, EngineState.FAILED])
+@pytest.mark.parametrize(
+    "state", [EngineState.RESTARTING, EngineState.DRAINING, EngineState.STOPPED, EngineState.FAILED]
+)
 async def test_not_ready_says_why(client, engine, state):
     engine.state = state
     response = await client.get("/health/ready")
     assert (response.status_code, response.json()["status"]) == (503, state.value)
+    assert response.json()["reason"] and response.headers["retry-after"]
     assert (await client.get("/health/live")).status_code == (503 if state == EngineState.FAILED else 200)
 
 
@@ -47,7 +50,17 @@ async def test_failure_to_load_is_reported_and_stops_the_server(engine):
     engine.load_error = OSError("model.safetensors is truncated")
     async with app.router.lifespan_context(app):
         await asyncio.wait_for(stopped.wait(), 1)
-        assert app.state.startup_error == "model.safetensors is truncated"
+        assert app.state.failure == "the model could not be loaded: model.safetensors is truncated"
+
+
+async def test_worker_that_cannot_be_replaced_stops_the_server(engine):
+    app = create_app(Settings(), engine)
+    stopped = asyncio.Event()
+    app.state.stop_server = stopped.set
+    async with app.router.lifespan_context(app):
+        engine.give_up("the worker can't be started again: exit status 70")
+        await asyncio.wait_for(stopped.wait(), 1)
+    assert app.state.failure == "the worker can't be started again: exit status 70"
 
 
 async def test_shutdown_drains(engine):
@@ -55,7 +68,7 @@ async def test_shutdown_drains(engine):
     async with app.router.lifespan_context(app):
         pass
     assert engine.drained_s == 3
-    assert app.state.startup_error is None
+    assert app.state.failure is None
 
 
 async def test_shutdown_while_loading(engine):
@@ -64,4 +77,4 @@ async def test_shutdown_while_loading(engine):
     async with app.router.lifespan_context(app):
         pass
     assert engine.state == EngineState.STOPPED
-    assert app.state.startup_error is None
+    assert app.state.failure is None

@@ -208,7 +208,33 @@ def test_metadata_and_trailing_bytes_are_left_behind(encoded):
     info = PngImagePlugin.PngInfo()
     info.add_text("comment", "canary")
     picture = decode(encoded(Image.new("RGB", (9, 9)), pnginfo=info, icc_profile=b"canary") + b"canary")
-    assert b"canary" not in encode(np.asarray(picture), "png", "auto", 100).data
+    file = io.BytesIO()
+    picture.save(file, "PNG")  # it would write whatever the picture still carries
+    assert b"canary" not in file.getvalue()
+    assert not picture.info
+
+
+def test_progressive_scans_are_counted_before_decoding(encoded):
+    file = encoded(Image.effect_noise((64, 64), 50), "JPEG", progressive=True)
+    assert decode(file).size == (64, 64)
+    last_scan = file[file.rindex(b"\xff\xda") : -2]
+    with pytest.raises(ApiError) as caught:
+        decode(file[:-2] + 2000 * last_scan + file[-2:])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour", "rows", "key", "alphas"),
+    [
+        (2, 0, b"\0\x1b", b"\0\1", [255, 0, 255, 255]),
+        (4, 0, b"\0\x05\x5f", b"\0\5", [255, 0, 0, 255]),
+        (16, 2, b"\0" + struct.pack(">12H", *([0x1234] * 3), *([1] * 3), *([0x80FF] * 3), *([0xFFFF] * 3)),
+         struct.pack(">3H", 0x80FF, 0x80FF, 0x80FF), [255, 255, 0, 255]),
+    ],
+)  # fmt: skip
+def test_one_transparent_colour_at_every_depth(depth, colour, rows, key, alphas):
+    picture = decode(raw_png(4, 1, depth, colour, rows, chunk(b"tRNS", key)))
+    assert [picture.getpixel((x, 0))[3] for x in range(4)] == alphas
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's remarks about what it could mend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from app.settings import Settings, SettingsError, load_settings
 from engine.config import EngineConfig
-from models.checkpoint import embedded_checkpoint
+from models.folder import embedded_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,10 @@ def test_empty_key_is_not_an_open_door(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_queue": 0}, "^max_queue: "),
         ({"max_aspect": "0.5"}, "^max_aspect: "),
         ({"drain_seconds": "nan"}, "^drain_seconds: "),
+        ({"worker": "thread"}, "^worker: "),
+        ({"policy": "longest"}, "^policy: "),
+        ({"max_stretch": "0.9"}, "^max_stretch: "),
+        ({"hang_timeout_seconds": 0}, "^hang_timeout_seconds: "),
         ({"min_side": 5000}, "min_side .5000. is greater than max_side"),
         ({"min_side": 1024, "max_output_pixels": 1024}, "max_output_pixels .1024. is less"),
         ({"prot": 1}, "prot: there is no such setting"),
@@ -142,13 +147,25 @@ def test_every_setting_is_described() -> None:
 
 
 def test_engine_config_is_handed_every_choice() -> None:
-    settings = load_settings(
-        model="org/name", device="cuda:1", dtype="bfloat16", max_queue=2, max_batch_rows=4, default_num_steps=9
-    )
-    assert settings.engine_config() == EngineConfig(
-        model="org/name", device="cuda:1", dtype="bfloat16", max_queue=2, max_batch_rows=4, default_num_steps=9
-    )
-    assert load_settings(default_resolution=512).engine_config().default_resolution_px == 512
+    choices: dict[str, object] = {
+        "model": "org/name",
+        "device": "cuda:1",
+        "dtype": "bfloat16",
+        "worker": "inline",
+        "policy": "fcfs",
+        "max_stretch": 3.5,
+        "max_output_pixels": 512 * 512,
+        "max_queue": 2,
+        "max_batch_rows": 4,
+        "default_num_steps": 9,
+    }
+    config = load_settings(**choices, hang_timeout_seconds=5, default_resolution=512).engine_config()
+    assert config == EngineConfig(**choices, hang_timeout_s=5.0, default_resolution_px=512)  # type: ignore[arg-type]
+    assert {*choices, "hang_timeout_s", "default_resolution_px"} == {field.name for field in fields(EngineConfig)}
+
+
+def test_defaults_of_the_engine_are_the_same_everywhere() -> None:
+    assert load_settings(model="org/name").engine_config() == EngineConfig(model="org/name")
 
 
 def test_engine_config_falls_back_to_the_embedded_checkpoint() -> None:

@@ -1,0 +1,150 @@
+"""The figures at `/metrics`. Every application counts for itself: nothing is registered globally.
+
+Labels come from small fixed sets, a route's name and one of `Outcome`: no prompt, id or path is ever one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import ClientDisconnect
+
+from app.errors import ApiError
+from engine.engine import Engine, Observation, WorkerRestarted
+from engine.errors import DeadlineExceeded, EngineStopped, InvalidRequest, NotReady, QueueFull, RequestCancelled
+from engine.messages import DeviceMemory, OutOfMemoryRetried, WorkDone
+from engine.request import GenerationResult
+from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill
+
+ITEM_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+TOKENS = tuple(2**power for power in range(6, 17))
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    QUEUE_FULL = "queue_full"
+    NOT_READY = "not_ready"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    DISCONNECTED = "disconnected"
+    FAILED = "failed"
+
+
+class Metrics:
+    """Counts what the engine tells (`observe`) and how requests end (`counting`)."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "easel_requests", "Requests for pictures by outcome.", ("endpoint", "outcome"), registry=self._registry
+        )
+        self._images = self._counter("images", "Pictures delivered.")
+        self._restarts = self._counter("worker_restarts", "Workers that died and were replaced.")
+        self._oom_retries = self._counter("oom_retries", "Items of work tried again after running out of memory.")
+        self._latency = self._histogram("request_latency_seconds", "From the call to its pictures.", REQUEST_SECONDS)
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds", "Time in which nothing of a request ran.", REQUEST_SECONDS
+        )
+        self._encode = self._histogram("encode_seconds", "Encoding of a prompt and its images.", ITEM_SECONDS)
+        self._prefill = self._histogram("prefill_seconds", "Prefill of a request's prefix.", ITEM_SECONDS)
+        self._step = self._histogram("denoise_step_seconds", "One denoise step of a batch.", ITEM_SECONDS)
+        self._decode = self._histogram("vae_decode_seconds", "VAE decode of a picture.", ITEM_SECONDS)
+        self._file_encode = self._histogram("file_encode_seconds", "Writing of an answer's files.", ITEM_SECONDS)
+        self._rows = self._histogram("batch_rows", "Rows in a denoise step.", ROWS)
+        self._tokens = self._histogram("batch_tokens", "Target tokens in a denoise step.", TOKENS)
+
+        self._gpu_memory = Gauge(
+            "easel_gpu_memory_bytes", "What the worker holds of the GPU.", ("kind",), registry=self._registry
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"easel_{name}", text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"easel_{name}", text, buckets=buckets, registry=self._registry)
+
+    def watch(self, engine: Engine) -> None:
+        """Show what `engine` is doing at the moment of each reading."""
+        gauges = {
+            "requests_running": ("Admitted requests of which something has run.", lambda: engine.num_running),
+            "requests_waiting": ("Admitted requests of which nothing has run.", lambda: engine.num_waiting),
+            "backlog_seconds": ("Predicted time until all admitted requests are done.", lambda: engine.backlog_s),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(f"easel_{name}", text, registry=self._registry).set_function(read)
+
+    def observe(self, observation: Observation) -> None:
+        """Count what the engine tells."""
+        match observation:
+            case WorkDone(EncodePrompt(), seconds):
+                self._encode.observe(seconds)
+            case WorkDone(Prefill(), seconds):
+                self._prefill.observe(seconds)
+            case WorkDone(DenoiseStep(), seconds, rows, tokens):
+                self._step.observe(seconds)
+                self._rows.observe(rows)
+                self._tokens.observe(tokens)
+            case WorkDone(DecodeImage(), seconds):
+                self._decode.observe(seconds)
+            case DeviceMemory(allocated, reserved, total):
+                for kind, size in (("allocated", allocated), ("reserved", reserved), ("total", total)):
+                    self._gpu_memory.labels(kind).set(size)
+            case OutOfMemoryRetried():
+                self._oom_retries.inc()
+            case WorkerRestarted():
+                self._restarts.inc()
+
+    @contextmanager
+    def counting(self, endpoint: str) -> Iterator[None]:
+        """Count the request that is answered inside, by the way it ends; time it if it gets its pictures."""
+        started_s = time.perf_counter()
+        outcome = Outcome.FAILED
+        try:
+            yield
+            outcome = Outcome.OK
+            self._latency.observe(time.perf_counter() - started_s)
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self._requests.labels(endpoint, outcome).inc()
+
+    def delivered(self, result: GenerationResult, file_s: float) -> None:
+        """Count the pictures of an answer that is ready to be sent."""
+        self._images.inc(len(result.images))
+        self._queue_wait.observe(result.timings.queue_s)
+        self._file_encode.observe(file_s)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    match error:
+        case QueueFull():
+            return Outcome.QUEUE_FULL
+        case NotReady() | EngineStopped():
+            return Outcome.NOT_READY
+        case DeadlineExceeded():
+            return Outcome.DEADLINE
+        case RequestCancelled():
+            return Outcome.CANCELLED
+        case ClientDisconnect() | asyncio.CancelledError():
+            return Outcome.DISCONNECTED
+        case InvalidRequest():
+            return Outcome.INVALID
+        case ApiError(status=status) if status < 500:
+            return Outcome.INVALID
+        case _:
+            return Outcome.FAILED
