@@ -48,8 +48,8 @@ def with_article(phrase: str) -> str:
 
 
 def thing_words(thing: Thing, rng: Random, *, complete: bool) -> str:
-    """`a big red star`; the size is often left out, colour and shape only in captions that are not complete."""
-    words = [rng.choice(SIZE_WORDS[thing.size])] if rng.random() < 0.35 else []
+    """`a big red star`; the size is often left out, unless the caption is complete, colour and shape seldom."""
+    words = [rng.choice(SIZE_WORDS[thing.size])] if complete or rng.random() < 0.35 else []
     if complete or rng.random() > 0.04:
         words.append(colour_word(thing.colour, rng))
     if complete or rng.random() > 0.03:
@@ -118,8 +118,8 @@ def _things(scene: Scene, rng: Random, *, complete: bool) -> str:
             return phrases[0]
         return f"{phrases[0]}{rng.choice((' ', ' ', ', '))}{rng.choice(PLACE_WORDS[places[0]])}"
     if len(phrases) == 3:
-        forms = ("{0}, {1} and {2} in a row", "{0}, {1} and {2} side by side", "{0}, {1} and {2}",
-                 "from left to right: {0}, {1} and {2}")  # fmt: skip
+        forms: tuple[str, ...] = ("{0}, {1} and {2} in a row", "{0}, {1} and {2} side by side", "{0}, {1} and {2}",
+                                  "from left to right: {0}, {1} and {2}")  # fmt: skip
         return rng.choice(forms).format(*phrases)
     if places[0] == "left":
         forms = ("{0} to the left of {1}", "{0} left of {1}", "{1} to the right of {0}", "{1} right of {0}",

@@ -92,7 +92,7 @@ def _bar(x: Tensor, y: Tensor, half_width: float, half_height: float) -> Tensor:
 def distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Signed distance (inside below 0) to the outline of `shape`, in units of its radius; all broadcast together."""
     length = (x**2 + y**2).add(1e-12).sqrt()
-    outlines = {
+    outlines: dict[str, Tensor] = {
         "circle": length - 0.9,
         "square": _bar(x, y, 0.8, 0.8),
         "triangle": torch.maximum(y - 0.8, (x.abs() * 1.6 - (y + 0.8) * 0.92) / 1.8457),
@@ -140,7 +140,8 @@ def _ground(batch: SceneBatch, width_px: int, height_px: int) -> Tensor:
     part = torch.where(kind == BACKGROUNDS.index("checkered"), parity, part)
     part = torch.where((kind == 0) | (kind == TRANSPARENT), 0.0, part).unsqueeze(1)
     first, second = batch.ground[:, 0, :, None, None], batch.ground[:, 1, :, None, None]
-    return first + (second - first) * part
+    ground: Tensor = first + (second - first) * part
+    return ground
 
 
 def render(batch: SceneBatch, width_px: int, height_px: int) -> Tensor:

@@ -6,6 +6,7 @@ and a few pairs of shape and colour are held out: training never sees them, and 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def is_held_out_key(key: str) -> bool:
 
 def contrast(colour: str, other: str) -> float:
     """Distance in RGB."""
-    return sum((a - b) ** 2 for a, b in zip(COLOURS[colour], COLOURS[other], strict=True)) ** 0.5
+    return math.dist(COLOURS[colour], COLOURS[other])
 
 
 def stands_out(colour: str, background: Background) -> bool:
@@ -138,8 +139,8 @@ def _draw(rng: Random) -> Scene:
             sizes = [size if size != "large" else "medium" for size in sizes]
         things = tuple(draw_thing(rng, size, place) for size, place in zip(sizes, places, strict=True))
         return Scene(things, background)
-    places = ("left", "center", "right")
-    things = tuple(draw_thing(rng, "small", place, (x, 0.0)) for place, x in zip(places, ROW, strict=True))
+    row = ("left", "center", "right")
+    things = tuple(draw_thing(rng, "small", place, (x, 0.0)) for place, x in zip(row, ROW, strict=True))
     return Scene(things, background)
 
 
@@ -154,7 +155,12 @@ def draw_thing(
         for middle in (centre or PLACES[place])
     )
     return Thing(
-        shape or rng.choice(SHAPES), colour or rng.choice(tuple(COLOURS)), size, place, (round(x, 4), round(y, 4)), radius
+        shape or rng.choice(SHAPES),
+        colour or rng.choice(tuple(COLOURS)),
+        size,
+        place,
+        (round(x, 4), round(y, 4)),
+        radius,
     )
 
 
