@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from app.server import serve
 
             serve(settings)
+        elif args.command == "eval":
+            from app.evaluation.run import evaluate
+
+            evaluate(args, settings)
         else:
             from app.offline import generate
 
@@ -69,6 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_request(generate_parser)
     add_settings(generate_parser, GENERATE_FLAGS)
+
+    eval_parser = commands.add_parser(
+        "eval",
+        help="measure how well a checkpoint of the demo's kind draws what it is asked for",
+        description="Draw held-out prompts and edits of the demo's world of shapes and judge the pictures.",
+        usage="easel eval [MODEL] [flags]",
+        allow_abbrev=False,
+    )
+    eval_parser.add_argument("--prompts", type=int, default=500, metavar="N", help="Pictures from a prompt. [500]")
+    eval_parser.add_argument("--edits", type=int, default=180, metavar="N", help="Edits of pictures. [180]")
+    eval_parser.add_argument("--seed", type=int, default=99, metavar="N", help="Of the prompts and pictures. [99]")
+    eval_parser.add_argument("--steps", type=int, metavar="N", help="Denoise steps; the default is the checkpoint's.")
+    eval_parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="A json file to write.")
+    add_settings(eval_parser, GENERATE_FLAGS)
     return parser
 
 

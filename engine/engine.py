@@ -171,7 +171,11 @@ class Engine:
             configs = await in_detached_thread(functools.partial(read_configs, self._config))
             card = self._card = model_card(self._config, configs)
             preparer = in_detached_thread(functools.partial(load_preparer, configs, card))
-            self._preparer, _ = await asyncio.gather(preparer, self._supervisor.start())
+            if self._config.worker == "process":
+                self._preparer, _ = await asyncio.gather(preparer, self._supervisor.start())
+            else:  # one after the other: transformers' lazy modules do not survive two threads importing at once
+                self._preparer = await preparer
+                await self._supervisor.start()
         except Exception as error:
             self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
             raise

@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import transformers
 from PIL import Image
 from tqdm import tqdm
 
@@ -36,10 +35,6 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.request import GenerationParams
 from models.errors import CheckpointError
-
-# The engine's two loading threads would both ask for names of this package for the first time, which its lazy module
-# does not survive; torch is loaded already here, so that they arrive together.
-_LOADED_FIRST = (transformers.Qwen2VLImageProcessorPil, transformers.Qwen3VLModel, transformers.AutoTokenizer)
 
 CONCURRENT = 8
 SIDE_PX = 256

@@ -153,7 +153,10 @@ def test_exported_checkpoint_loads_and_draws_what_the_training_forward_draws(
     assert relative_error(model.vae.encode(picture), normal) < 0.02
     started = Flow(new_text_encoder(processor), new_transformer())
     load_published(tmp_path / "demo", started, Average(started))
-    assert relative_error(started.transformer.img_in.weight.detach(), trainee.flow.transformer.img_in.weight.detach()) < 0.01
+    assert (
+        relative_error(started.transformer.img_in.weight.detach(), trainee.flow.transformer.img_in.weight.detach())
+        < 0.01
+    )
 
 
 def test_embedded_checkpoint_is_small_and_has_the_recipe_s_numbers() -> None:
