@@ -68,6 +68,9 @@ class IdleRunner:
     def run(self, work: Work) -> np.ndarray | None:
         return self._pictures[work.request_id] if isinstance(work, DecodeImage) else None
 
+    def device_memory(self) -> None:
+        return None
+
     def free_caches(self) -> None:
         pass
 
