@@ -17,6 +17,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from app.errors import invalid
+from app.png import encode_png
 
 OutputFormat = Literal["png", "webp", "jpeg"]
 Background = Literal["auto", "transparent", "opaque"]
@@ -25,7 +26,6 @@ INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_INPUT_ASPECT = 20
 JPEG_SCAN = b"\xff\xda"  # never part of the compressed data
 MAX_JPEG_SCANS = 100  # progressive files have about ten; each one costs a pass over the whole picture
-PNG_COMPRESS_LEVEL = 1  # several times faster than the default, for files a few percent larger
 
 UPRIGHT = {  # what undoes each EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -134,7 +134,7 @@ def encode(pixels: np.ndarray, output_format: OutputFormat, background: Backgrou
     file = io.BytesIO()
     match output_format:
         case "png":
-            picture.save(file, "PNG", compress_level=PNG_COMPRESS_LEVEL)
+            file.write(encode_png(np.asarray(picture)))
         case "webp":
             picture.save(file, "WEBP", quality=compression, exact=True)
         case "jpeg":
