@@ -7,7 +7,7 @@ row's whole prefix and the whole target block, so rows with prefixes of differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +15,29 @@ from torch import Tensor
 
 from models.layout import Segment
 
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Plain softmax attention of every query over every key that `mask` (queries, keys) allows."""
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Plain softmax attention of every query over every key. With `causal`, queries and keys end at the same token,
+    and a query sees no key behind it."""
+    mask = None
+    if causal:
+        end = k.shape[1]
+        queries = torch.arange(end - q.shape[1], end, device=q.device)
+        mask = queries[:, None] >= torch.arange(end, device=q.device)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
     return out.transpose(1, 2)
 
 
-def _causal_mask(segment: Segment, device: torch.device) -> Tensor:
-    queries = torch.arange(segment.start, segment.end, device=device)
-    return queries[:, None] >= torch.arange(segment.end, device=device)
-
-
-def block_causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Attention of a prefix over itself; `segments` cover its tokens in order."""
+def block_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], attend: AttentionFunction = attention
+) -> Tensor:
+    """Attention of a prefix over itself; `segments` cover its tokens in order, `attend` serves one of them."""
     outputs = []
     for segment in segments:
-        mask = None if segment.grid is not None else _causal_mask(segment, q.device)
         queries = q[:, segment.start : segment.end]
-        outputs.append(attention(queries, k[:, : segment.end], v[:, : segment.end], mask))
+        outputs.append(attend(queries, k[:, : segment.end], v[:, : segment.end], segment.grid is None))
     return torch.cat(outputs, dim=1)
 
 

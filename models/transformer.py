@@ -12,7 +12,7 @@ Oracle: `QwenImage21Transformer2DModel` of diffusers 0.42.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from models.attention import attention, block_causal_attention, target_attention
 from models.config import TransformerConfig
 from models.layout import PrefixLayout
+from models.ops import PLAIN, Ops, split_qkv
 from models.prefix_kv import EmbeddedPrefix, Prefix, PrefixKV
-from models.rope import apply_rotary, prefix_table
+from models.rope import prefix_table
 
 TIMESTEP_CHANNELS = 256
 TIMESTEP_MAX_PERIOD = 10000.0
@@ -38,6 +39,8 @@ RENAMED = {
 PACKED = {
     "attn.to_qkv.weight": ("attn.to_q.weight", "attn.to_k.weight", "attn.to_v.weight"),
     "attn.to_out.weight": ("attn.to_out.0.weight",),
+    "attn.q_weight": ("attn.norm_q.weight",),
+    "attn.k_weight": ("attn.norm_k.weight",),
     "mlp.gate_up.weight": ("img_mlp.gate_layer.weight", "img_mlp.proj.weight"),
     "mlp.down.weight": ("img_mlp.out.weight",),
 }
@@ -65,64 +68,43 @@ class Modulation:
     out_scale: Tensor
 
 
-class QKNorm(nn.Module):
-    """RMS norm over a head's channels. The normalised value is rounded to the working dtype before the weight."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.float().pow(2).mean(-1, keepdim=True)
-        return (x * torch.rsqrt(variance + self.eps)).to(x.dtype) * self.weight
-
-
 class Attention(nn.Module):
-    """Packed q/k/v projection, q/k norm and rotation; the caller supplies the attention itself."""
+    """The weights of packed q/k/v projection, q/k norm and output projection; the attention itself is the caller's."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.head_dim = config.attention_head_dim
+        self.eps = config.eps
         self.to_qkv = nn.Linear(config.inner_dim, 3 * config.inner_dim, bias=False)
         self.to_out = nn.Linear(config.inner_dim, config.inner_dim, bias=False)
-        self.norm_q = QKNorm(self.head_dim, config.eps)
-        self.norm_k = QKNorm(self.head_dim, config.eps)
-
-    def project(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each (rows, tokens, heads, dim)
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
-        return apply_rotary(self.norm_q(q), rotary), apply_rotary(self.norm_k(k), rotary), v
+        self.q_weight = nn.Parameter(torch.ones(config.attention_head_dim))
+        self.k_weight = nn.Parameter(torch.ones(config.attention_head_dim))
 
 
 class SwiGLU(nn.Module):
     """Feed-forward with packed gate and up projections."""
 
-    def __init__(self, dim: int, ratio: int) -> None:
+    def __init__(self, dim: int, ratio: int, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.gate_up = nn.Linear(dim, 2 * dim * ratio, bias=False)
         self.down = nn.Linear(dim * ratio, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
 
 
 class Block(nn.Module):
-    """One transformer block. It holds no modulation of its own."""
+    """The weights of one transformer block. It holds no modulation of its own."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.inner_dim, eps=config.eps, elementwise_affine=False)
         self.attn = Attention(config)
-        self.mlp = SwiGLU(config.inner_dim, config.mlp_ratio)
+        self.mlp = SwiGLU(config.inner_dim, config.mlp_ratio, ops)
 
-    def project(self, hidden: Tensor, modulation: Modulation, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attn.project(self.norm(hidden) * modulation.attn_scale, rotary)
 
-    def finish(self, hidden: Tensor, attended: Tensor, modulation: Modulation) -> Tensor:
-        """Everything behind the attention: output projection, gated residual, feed-forward, gated residual."""
-        hidden = hidden + modulation.attn_gate * self.attn.to_out(attended.flatten(2))
-        return hidden + modulation.mlp_gate * self.mlp(self.norm(hidden) * modulation.mlp_scale)
+Attend = Callable[[int, Attention, Tensor], Tensor | None]
+"""The attention of one phase: from a layer's number, its weights and its normed input to what its queries attended to,
+both (rows, tokens, inner_dim). None ends the run: nobody needs what follows."""
 
 
 class TimestepEmbedder(nn.Module):
@@ -171,19 +153,19 @@ class TextProjection(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole network."""
+    """The whole network. `ops` are its elementwise operations, plain or fused."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops = PLAIN) -> None:
         super().__init__()
         self.config = config
+        self.ops = ops
         dim = config.inner_dim
         self.img_in = nn.Linear(config.in_channels, dim, bias=False)
         self.txt_in = TextProjection(config)
         self.timestep_embedder = TimestepEmbedder(dim)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 4 * dim, bias=False))
-        self.blocks: list[Block] = nn.ModuleList([Block(config) for _ in range(config.num_layers)])  # type: ignore[assignment]
+        self.blocks: list[Block] = nn.ModuleList([Block(config, ops) for _ in range(config.num_layers)])  # type: ignore[assignment]
         self.out_scale = nn.Linear(dim, dim, bias=False)
-        self.out_norm = nn.LayerNorm(dim, eps=config.eps, elementwise_affine=False)
         self.proj_out = nn.Linear(dim, config.in_channels, bias=False)
 
     def modulate(self, timestep: Tensor) -> Modulation:
@@ -216,14 +198,17 @@ class Transformer(nn.Module):
         rotary = prefix_table(layout, self.config.axes_dims_rope).to(hidden.device)
         if not self.config.causal_condition:
             return EmbeddedPrefix(layout, hidden, rotary)
-        modulation = self.modulate(torch.zeros(1, device=hidden.device))
         heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
         kv = hidden.new_empty(len(self.blocks), 2, layout.prefix_len_tokens, heads, head_dim)
-        for layer, block in enumerate(self.blocks):
-            q, k, v = block.project(hidden, modulation, rotary)
-            kv[layer, 0], kv[layer, 1] = k[0], v[0]
-            if layer + 1 < len(self.blocks):  # nothing reads the last block's prefix output
-                hidden = block.finish(hidden, block_causal_attention(q, k, v, layout.segments), modulation)
+
+        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor | None:
+            q = self.ops.store_qkv(attn.to_qkv(x), attn, rotary, kv[layer])
+            if layer + 1 == len(self.blocks):  # nothing reads the last block's prefix output
+                return None
+            keys, values = kv[layer].unsqueeze(1)
+            return block_causal_attention(q, keys, values, layout.segments, self.ops.attention).flatten(2)
+
+        self._run(hidden, self.modulate(torch.zeros(1, device=hidden.device)), attend)
         return PrefixKV(layout, kv)
 
     def decode(self, latents: Tensor, timestep: Tensor, rotary: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
@@ -240,26 +225,45 @@ class Transformer(nn.Module):
             ]
             return torch.cat(rows)
         kv = [prefix.kv for prefix in prefixes if isinstance(prefix, PrefixKV)]
-        modulation = self.modulate(timestep)
-        hidden = self.img_in(latents)
-        for layer, block in enumerate(self.blocks):
-            q, k, v = block.project(hidden, modulation, rotary)
-            attended = target_attention(q, k, v, [row[layer] for row in kv])
-            hidden = block.finish(hidden, attended, modulation)
-        return self._velocity(hidden, modulation)
+
+        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor:
+            q, k, v = split_qkv(attn.to_qkv(x), attn, rotary)
+            return target_attention(q, k, v, [row[layer] for row in kv]).flatten(2)
+
+        return self.velocity(latents, timestep, attend)
+
+    def velocity(self, latents: Tensor, timestep: Tensor, attend: Attend) -> Tensor:
+        """`decode` with the attention left to the caller, who holds the prefixes."""
+        normed = self._run(self.img_in(latents), self.modulate(timestep), attend)
+        return self.proj_out(normed)
 
     def _decode_jointly(self, latents: Tensor, timestep: Tensor, rotary: Tensor, prefix: EmbeddedPrefix) -> Tensor:
         """One row over prefix and target together, every token at the real timestep."""
         prefix_len = prefix.layout.prefix_len_tokens
-        hidden = torch.cat([prefix.hidden, self.img_in(latents)], dim=1)
         table = torch.cat([prefix.rotary, rotary], dim=1)
-        modulation = self.modulate(timestep)
-        for block in self.blocks:
-            q, k, v = block.project(hidden, modulation, table)
-            of_prefix = block_causal_attention(q[:, :prefix_len], k, v, prefix.layout.segments)
-            of_target = attention(q[:, prefix_len:], k, v)
-            hidden = block.finish(hidden, torch.cat([of_prefix, of_target], dim=1), modulation)
-        return self._velocity(hidden[:, prefix_len:], modulation)
 
-    def _velocity(self, hidden: Tensor, modulation: Modulation) -> Tensor:
-        return self.proj_out(self.out_norm(hidden) * modulation.out_scale)
+        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor:
+            q, k, v = split_qkv(attn.to_qkv(x), attn, table)
+            of_prefix = block_causal_attention(q[:, :prefix_len], k, v, prefix.layout.segments)
+            return torch.cat([of_prefix, attention(q[:, prefix_len:], k, v)], dim=1).flatten(2)
+
+        hidden = torch.cat([prefix.hidden, self.img_in(latents)], dim=1)
+        normed = self._run(hidden, self.modulate(timestep), attend)
+        return self.proj_out(normed[:, prefix_len:])
+
+    def _run(self, hidden: Tensor, modulation: Modulation, attend: Attend) -> Tensor:
+        """All blocks, and the last norm. A block's second residual is added together with the norm that follows it,
+        which is the next block's, or the last one."""
+        ops, eps = self.ops, self.config.eps
+        normed = ops.norm_modulate(hidden, modulation.attn_scale, eps)
+        for layer, block in enumerate(self.blocks):
+            attended = attend(layer, block.attn, normed)
+            if attended is None:
+                break
+            of_attention = block.attn.to_out(attended)
+            hidden, normed = ops.add_norm_modulate(
+                hidden, modulation.attn_gate, of_attention, modulation.mlp_scale, eps
+            )
+            next_scale = modulation.attn_scale if layer + 1 < len(self.blocks) else modulation.out_scale
+            hidden, normed = ops.add_norm_modulate(hidden, modulation.mlp_gate, block.mlp(normed), next_scale, eps)
+        return normed

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import Qwen3VLModel
 
 from models.layout import Grid, PrefixLayout, prefix_layout
+from models.ops import PLAIN, split_qkv
 from models.rope import THETA, prefix_table, target_table
 from models.text_encoder import TextEncoder
-from models.transformer import Block, Modulation, Transformer
+from models.transformer import Block, Transformer
 
 EXTRA_CHANNELS = 8
 PADDED_SCORE = -4000.0
@@ -94,10 +95,12 @@ def run_block(
         before = of_prefix[:, index : index + 1].expand(rows, prefix_len, dim)
         return torch.cat([before, of_target[:, index : index + 1].expand(rows, tokens - prefix_len, dim)], dim=1)
 
-    modulation = Modulation(spread(0), spread(1), spread(2), spread(3), of_target)
-    q, k, v = block.project(hidden, modulation, rotary)
+    eps = block.attn.eps
+    q, k, v = split_qkv(block.attn.to_qkv(PLAIN.norm_modulate(hidden, spread(0), eps)), block.attn, rotary)
     attended = padded_attention(q, k, v, key_score, segments)
-    return block.finish(hidden, attended, modulation)
+    of_attention = block.attn.to_out(attended.flatten(2))
+    hidden, normed = PLAIN.add_norm_modulate(hidden, spread(1), of_attention, spread(2), eps)
+    return hidden + spread(3) * block.mlp(normed)
 
 
 def run_text_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -236,7 +239,8 @@ class JointForward(nn.Module):
             if index == tap:
                 tapped = hidden[:, prefix_len:]
         target = hidden[:, prefix_len:]
-        return transformer.proj_out(transformer.out_norm(target) * out_scale), tapped
+        normed = PLAIN.norm_modulate(target, out_scale, transformer.config.eps)
+        return transformer.proj_out(normed), tapped
 
     def _modulation(self, timestep: Tensor) -> Tensor:
         modulation = self.transformer.modulate(timestep)
