@@ -48,6 +48,12 @@ class Metrics:
         self._requests = Counter(
             "easel_requests", "Requests for pictures by outcome.", ("endpoint", "outcome"), registry=self._registry
         )
+        self._decode_graphs = Counter(
+            "easel_decode_graph", "Denoise steps by how their graph ran.", ("result",), registry=self._registry
+        )
+        self._prompt_cache = Counter(
+            "easel_prompt_cache", "Encodes by whether the prompt was known.", ("result",), registry=self._registry
+        )
         self._images = self._counter("images", "Pictures delivered.")
         self._restarts = self._counter("worker_restarts", "Workers that died and were replaced.")
         self._oom_retries = self._counter("oom_retries", "Items of work tried again after running out of memory.")
@@ -86,11 +92,13 @@ class Metrics:
     def observe(self, observation: Observation) -> None:
         """Count what the engine tells."""
         match observation:
-            case WorkDone(EncodePrompt(), seconds):
+            case WorkDone(EncodePrompt(), seconds, shortcut=result):
+                self._prompt_cache.labels(result).inc()
                 self._encode.observe(seconds)
             case WorkDone(Prefill(), seconds):
                 self._prefill.observe(seconds)
-            case WorkDone(DenoiseStep(), seconds, rows, tokens):
+            case WorkDone(DenoiseStep(), seconds, rows, tokens, result):
+                self._decode_graphs.labels(result).inc()
                 self._step.observe(seconds)
                 self._rows.observe(rows)
                 self._tokens.observe(tokens)

@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Weight type; auto is bfloat16 on a GPU and float32 on the CPU."
     )
+    decode_graphs: bool = Field(True, description="Whether denoise steps are captured as CUDA graphs and replayed.")
+    eager: bool = Field(False, description="Whether to do without fused kernels and graphs on a GPU, to debug.")
 
     host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -150,6 +152,8 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             worker=self.worker,
+            decode_graphs=self.decode_graphs,
+            eager=self.eager,
             policy=self.policy,
             max_stretch=self.max_stretch,
             hang_timeout_s=self.hang_timeout_seconds,

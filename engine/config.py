@@ -14,7 +14,9 @@ class EngineConfig:
     its own, which is replaced when it dies, or "inline" in a thread. `max_queue` bounds the requests that are admitted
     and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a request that has been here
     for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
-    `hang_timeout_s`, or 20 times what items usually take, counts as dead. None leaves a default to the checkpoint.
+    `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
+    replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. None leaves a
+    default to the checkpoint.
     """
 
     model: str
@@ -26,6 +28,8 @@ class EngineConfig:
     policy: str = "shortest"
     max_stretch: float = 10.0
     hang_timeout_s: float = 60.0
+    decode_graphs: bool = True
+    eager: bool = False
     max_output_pixels: int = 2048 * 2048
     default_num_steps: int | None = None
     default_resolution_px: int | None = None

@@ -57,12 +57,14 @@ def load_preparer(configs: CheckpointConfigs, card: ModelCard) -> Preparer:
 def load_runner(config: EngineConfig) -> Runner:
     """Load the weights onto the device. Runs in the worker."""
     from engine.runner import Runner
-    from models.image_model import ImageModel, resolve_device, resolve_dtype
+    from models.image_model import ImageModel, has_kernels, resolve_device, resolve_dtype
 
     configs = read_configs(config)
     device = resolve_device(config.device)
-    model = ImageModel.load(configs, device, resolve_dtype(config.dtype, device))
-    return Runner(model, max_target_tokens=config.max_output_pixels // configs.px_per_token**2)
+    dtype = resolve_dtype(config.dtype, device)
+    model = ImageModel.load(configs, device, dtype, fused=not config.eager and has_kernels(device, dtype))
+    max_target_tokens = config.max_output_pixels // configs.px_per_token**2
+    return Runner(model, max_target_tokens, config.decode_graphs)
 
 
 async def in_detached_thread(work: Callable[[], T]) -> T:

@@ -59,12 +59,15 @@ class WorkStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """An item of work is over. `rows` and `tokens` are those of a denoise step, else 0."""
+    """An item of work is over. `rows` and `tokens` are those of a denoise step, else 0. `shortcut` says what became of
+    the item's way to be faster: a denoise step's graph (`models.decoding.GraphResult`), or whether an encode found its
+    prompt in the cache ("hit" or "miss")."""
 
     work: Work
     seconds: float
     rows: int = 0
     tokens: int = 0
+    shortcut: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ item either happens as a whole or not at all, so it can be tried again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +21,13 @@ from engine.profile import Profile, measure
 from engine.request import PreparedRequest
 from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 from models.image_model import ImageModel
+from models.inputs import ConditionImage, TokenizedPrompt
 from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.sampling import euler_update, guide, starting_noise
+from models.tensor_cache import TensorCache
+
+CACHE_BYTES = 2**28  # of prompt embeddings, and again of condition latents
 
 
 @dataclass(slots=True)
@@ -38,10 +44,14 @@ class _State:
 class Runner:
     """Holds the networks and the device state of every request that has been started."""
 
-    def __init__(self, model: ImageModel, max_target_tokens: int) -> None:
+    def __init__(self, model: ImageModel, max_target_tokens: int, decode_graphs: bool = True) -> None:
         """`max_target_tokens` is the largest picture's; memory is kept free for decoding one."""
         self._model = model
         self.max_target_tokens = max_target_tokens
+        self._decoder = model.decoder(decode_graphs)
+        self.shortcut = ""  # of the last encode or denoise step, see `WorkDone`
+        self._prompts = TensorCache(CACHE_BYTES)
+        self._images = TensorCache(CACHE_BYTES)
         self._states: dict[str, _State] = {}
 
     def __repr__(self) -> str:
@@ -90,6 +100,8 @@ class Runner:
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""
+        for cache in (self._decoder, self._prompts, self._images):
+            cache.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -108,16 +120,26 @@ class Runner:
         return None
 
     def _encode(self, state: _State) -> None:
-        device, dtype = self._model.device, self._model.dtype
         images = state.request.condition_images
-        over_white = [torch.from_numpy(image.rgb).to(device) for image in images]
-        prompt_embeds = [self._model.text_encoder.encode(prompt, over_white) for prompt in state.request.prompts]
-        condition_latents = []
-        for image in images:
-            pixels = torch.from_numpy(image.rgba).to(device).permute(2, 0, 1).unsqueeze(0).float()
-            latents = self._model.vae.encode((pixels / 127.5 - 1).to(dtype))
-            condition_latents.append(latents[0].flatten(1).T)
-        state.prompt_embeds, state.condition_latents = prompt_embeds, condition_latents
+        digests = tuple(image.digest for image in images)
+        misses = self._prompts.misses
+        state.prompt_embeds = [
+            self._prompts.get((prompt.input_ids, digests), partial(self._encode_prompt, prompt, images))
+            for prompt in state.request.prompts
+        ]
+        self.shortcut = "hit" if self._prompts.misses == misses else "miss"
+        state.condition_latents = [
+            self._images.get(image.digest, partial(self._encode_image, image)) for image in images
+        ]
+
+    def _encode_prompt(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage]) -> Tensor:
+        over_white = [torch.from_numpy(image.rgb).to(self._model.device) for image in images]
+        return self._model.text_encoder.encode(prompt, over_white)
+
+    def _encode_image(self, image: ConditionImage) -> Tensor:
+        pixels = torch.from_numpy(image.rgba).to(self._model.device).permute(2, 0, 1).unsqueeze(0).float()
+        latents = self._model.vae.encode((pixels / 127.5 - 1).to(self._model.dtype))
+        return latents[0].flatten(1).T.contiguous()
 
     def _prefill(self, state: _State) -> None:
         """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
@@ -146,8 +168,7 @@ class Runner:
             sigmas += [state.request.sigmas[sample.step]] * branches
             rotary += state.rotary
             prefixes += state.prefixes
-        timestep = torch.tensor(sigmas, device=self._model.device)
-        velocity = self._model.transformer.decode(torch.stack(rows), timestep, torch.stack(rotary), prefixes)
+        velocity, self.shortcut = self._decoder.decode(rows, sigmas, rotary, prefixes)
         row, updated = 0, []
         for sample in samples:
             state = self._states[sample.request_id]
@@ -171,6 +192,6 @@ class Runner:
         if not bool(latents.isfinite().all()):
             raise GenerationFailed("The model produced no finite picture for this request.")
         pixels = self._model.vae.decode(latents)[0].permute(1, 2, 0)
-        picture: np.ndarray = ((pixels.float() * 0.5 + 0.5) * 255).round().to(torch.uint8).cpu().numpy()
+        picture: np.ndarray = ((pixels.float() * 0.5 + 0.5) * 255).round().to(torch.uint8).contiguous().cpu().numpy()
         rows, columns = state.request.crop
         return np.ascontiguousarray(picture[rows, columns])

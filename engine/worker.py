@@ -137,9 +137,10 @@ class WorkerLoop:
                 tokens = sum(size.tokens for size in sizes)
                 size = replace(sizes[0], tokens=tokens, context=sum(s.context for s in sizes) // len(sizes))
                 self._costs.correct(Measurement(WorkKind.STEP, size, seconds))
-                self._emit(WorkDone(work, seconds, sum(request.num_branches for request in requests), tokens))
+                rows = sum(request.num_branches for request in requests)
+                self._emit(WorkDone(work, seconds, rows, tokens, self._runner.shortcut))
                 return
-        self._emit(WorkDone(work, seconds))
+        self._emit(WorkDone(work, seconds, shortcut=self._runner.shortcut if isinstance(work, EncodePrompt) else ""))
 
     def _tell_memory(self) -> None:
         now_s = time.monotonic()

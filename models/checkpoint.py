@@ -8,6 +8,7 @@ device, and the published tensors are copied into it. Nothing is ever unpickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from models.config import read_json
 from models.errors import CheckpointError
+
+READERS = 8  # threads that read and copy to the device at once
 
 
 class TensorFiles:
@@ -84,13 +87,18 @@ def load_weights(
     `published_names` gives, for one of our names, the published tensors stacked into it along dimension 0. `unused`
     are patterns of published tensors that this code has no use for; any other left-over tensor is an error.
     """
-    used: set[str] = set()
-    for name, parameter in list(module.named_parameters()):
-        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
-        _fill(filled, published_names(name), files)
-        used.update(published_names(name))
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(filled, requires_grad=False))
+    parameters = dict(module.named_parameters())
+
+    def filled(name: str) -> Tensor:
+        target = torch.empty(parameters[name].shape, dtype=dtype, device=device)
+        _fill(target, published_names(name), files)
+        return target
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, tensor in zip(parameters, pool.map(filled, parameters), strict=True):
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    used = {published for name in parameters for published in published_names(name)}
     patterns = tuple(unused)
     for name in files:
         if name not in used and not any(fnmatchcase(name, pattern) for pattern in patterns):

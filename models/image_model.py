@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -11,10 +12,15 @@ from models import transformer as transformer_module
 from models import vae as vae_module
 from models.checkpoint import TensorFiles, load_weights
 from models.config import CheckpointConfigs
+from models.decoding import Decoder, PackedDecoder, PlainDecoder
 from models.errors import CheckpointError
+from models.ops import PLAIN
 from models.text_encoder import TextEncoder
 from models.transformer import Transformer
 from models.vae import Vae
+
+if TYPE_CHECKING:
+    from models.fused import FusedOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +33,12 @@ class ImageModel:
     vae: Vae
     device: torch.device
     dtype: torch.dtype
+    fused: FusedOps | None = None
 
     @classmethod
-    def load(cls, configs: CheckpointConfigs, device: torch.device, dtype: torch.dtype) -> Self:
-        """Load all weights; `CheckpointError` names the file and tensor at fault."""
+    def load(cls, configs: CheckpointConfigs, device: torch.device, dtype: torch.dtype, fused: bool = False) -> Self:
+        """Load all weights; `CheckpointError` names the file and tensor at fault. `fused` makes the networks use the
+        fused kernels, where the device has them (see `has_kernels`)."""
         folder = configs.folder
         text_encoder = TextEncoder.load(folder / "text_encoder", folder / "processor", dtype, device)
         if text_encoder.slot_px != configs.size_multiple_px:
@@ -40,8 +48,13 @@ class ImageModel:
             )
         if text_encoder.hidden_size != configs.transformer.context_in_dim:
             raise CheckpointError(f"{folder}: the text encoder's hidden size is not the transformer's context_in_dim")
+        fused_ops: FusedOps | None = None
+        if fused:
+            from models.fused import FusedOps
+
+            fused_ops = FusedOps.of(device, configs.transformer.attention_head_dim)
         with torch.device("meta"):
-            transformer, vae = Transformer(configs.transformer), Vae(configs.vae)
+            transformer, vae = Transformer(configs.transformer, fused_ops or PLAIN), Vae(configs.vae)
         load_weights(
             transformer,
             TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
@@ -57,7 +70,23 @@ class ImageModel:
             published_names=lambda name: (name,),
             unused=vae_module.UNUSED_WEIGHTS,
         )
-        return cls(configs, text_encoder, transformer.eval(), vae.eval(), device, dtype)
+        if fused:
+            vae.fuse()
+            text_encoder.fuse(graphs=True)
+        return cls(configs, text_encoder, transformer.eval(), vae.eval(), device, dtype, fused_ops)
+
+    def decoder(self, graphs: bool) -> Decoder:
+        """What runs this model's denoise steps."""
+        if self.fused is not None and self.configs.transformer.causal_condition:
+            return PackedDecoder(self.transformer, self.fused.decode_attention, graphs=graphs)
+        return PlainDecoder(self.transformer)
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels serve a device: CUDA of compute capability 8.0 or more, bfloat16, with Triton."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_device(device: str) -> torch.device:

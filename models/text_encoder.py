@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,6 +21,9 @@ from models.config import read_json
 from models.errors import CheckpointError
 from models.inputs import TokenizedPrompt
 from models.layout import SLOT_SIDE_TOKENS, PrefixLayout
+
+if TYPE_CHECKING:
+    from models.language_model import FusedLanguageModel
 
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
 
@@ -35,6 +39,13 @@ class TextEncoder(nn.Module):
         self.merge: int = processor.merge_size
         self.temporal_patch: int = processor.temporal_patch_size
         self.mean, self.std = processor.image_mean, processor.image_std
+        self._fused: FusedLanguageModel | None = None
+
+    def fuse(self, graphs: bool) -> None:
+        """Encode prompts without images by `models.language_model`, captured if `graphs`."""
+        from models.language_model import FusedLanguageModel
+
+        self._fused = FusedLanguageModel(self.model.language_model, graphs)
 
     @property
     def slot_px(self) -> int:
@@ -81,17 +92,22 @@ class TextEncoder(nn.Module):
         `images` are the condition images composited over white, (height, width, 3) uint8 on the encoder's device.
         """
         device = self.model.device
+        positions = self._positions(prompt.num_system_tokens, prompt.layout).to(device)
+        text_index = self._text_index(prompt.layout).to(device)
+        if self._fused is not None and not images:
+            hidden = self._fused(torch.tensor(prompt.input_ids, device=device), positions)
+            return hidden[prompt.num_system_tokens :][text_index]
         inputs: dict[str, Tensor] = {}
         if images:
             inputs["pixel_values"] = torch.cat([self._patches(image) for image in images])
             inputs["image_grid_thw"] = torch.tensor([self._patch_grid(image) for image in images], device=device)
         hidden = self.model(
             input_ids=torch.tensor([prompt.input_ids], device=device),
-            position_ids=self._positions(prompt.num_system_tokens, prompt.layout).to(device)[:, None],
+            position_ids=positions[:, None],
             use_cache=False,
             **inputs,
         ).last_hidden_state[0, prompt.num_system_tokens :]
-        return hidden[self._text_index(prompt.layout).to(device)]
+        return hidden[text_index]
 
     def _patch_grid(self, image: Tensor) -> tuple[int, int, int]:
         return 1, image.shape[0] // self.patch_px, image.shape[1] // self.patch_px

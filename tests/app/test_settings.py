@@ -152,6 +152,8 @@ def test_engine_config_is_handed_every_choice() -> None:
         "device": "cuda:1",
         "dtype": "bfloat16",
         "worker": "inline",
+        "decode_graphs": False,
+        "eager": True,
         "policy": "fcfs",
         "max_stretch": 3.5,
         "max_output_pixels": 512 * 512,

@@ -1,0 +1,90 @@
+"""The text encoder's decoder layers on CUDA: fewer kernels than transformers launches, captured per padded length.
+
+Text is short, so an encoder of 36 layers is bound by launches, not by arithmetic. The layers are causal: padding behind
+the text cannot reach it, and a graph captured for a length serves every shorter text. transformers' own forward is the
+plain counterpart, and serves prompts with images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models import kernels
+
+LENGTHS = (64, 128, 192, 256, 384, 512, 1024)  # captured when first needed; longer texts run without a graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+
+class FusedLanguageModel:
+    """Runs the layers of a transformers Qwen3-VL language model without images in its prompt."""
+
+    def __init__(self, model: Any, graphs: bool) -> None:
+        self._model = model
+        self._lengths = LENGTHS if graphs else ()
+        self._graphs: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """The last layer's output before the final norm, (tokens, hidden size); valid until the next call.
+
+        input_ids: (tokens,); positions: (3, tokens).
+        """
+        tokens = len(input_ids)
+        length = next((length for length in self._lengths if length >= tokens), None)
+        padding = 0 if length is None else length - tokens
+        hidden = self._model.embed_tokens(F.pad(input_ids, (0, padding)))
+        cos, sin = self._model.rotary_emb(hidden, F.pad(positions, (0, padding))[:, None])
+        if length is None:
+            return self._layers(hidden, cos[0].float(), sin[0].float())
+        graph = self._graphs.get(length) or self._capture(length, hidden, cos[0].float(), sin[0].float())
+        graph.hidden.copy_(hidden)
+        graph.cos.copy_(cos[0])
+        graph.sin.copy_(sin[0])
+        graph.graph.replay()
+        return graph.output[:tokens]
+
+    def clear(self) -> None:
+        """Give back the memory of all graphs."""
+        self._graphs.clear()
+
+    def _capture(self, length: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> _Graph:
+        self._layers(hidden, cos, sin)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = self._layers(hidden, cos, sin)
+        captured = self._graphs[length] = _Graph(hidden, cos, sin, graph, output)
+        return captured
+
+    def _layers(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self._model.layers:
+            hidden = hidden + self._attention(layer.self_attn, _norm(layer.input_layernorm, hidden), cos, sin)
+            mlp, x = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
+            hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return hidden
+
+    def _attention(self, attn: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, attn.head_dim)) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q = kernels.norm_rotate_halves(q, attn.q_norm.weight, attn.q_norm.variance_epsilon, cos, sin)
+        k = kernels.norm_rotate_halves(k, attn.k_norm.weight, attn.k_norm.variance_epsilon, cos, sin)
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        projected: Tensor = attn.o_proj(attended[0].transpose(0, 1).flatten(1))
+        return projected
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

@@ -1,0 +1,98 @@
+"""What a captured decode step reads: tensors at fixed addresses, filled anew before every step.
+
+Prefixes stay where their requests keep them. The step finds them by address and length, both read on the device, so
+neither a prompt's length nor whose prefix it is belongs to a step's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from models.config import TransformerConfig
+from models.prefix_kv import PrefixKV
+
+GAP = 256  # slots of zeros behind each row: attention reads whole tiles, and what lies behind the end must be finite
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Inputs and buffers of a step over `len(latents)` rows of `tokens` target tokens.
+
+    `qkv` has `tokens + capacity` slots a row: those of the target, and, where `capacity` is not 0, the keys and values
+    of up to `capacity - GAP` prefix tokens and a gap behind them. Every layer fills it anew.
+    """
+
+    tokens: int
+    capacity: int
+    latents: Tensor  # (rows, tokens, channels)
+    rotary: Tensor  # (rows, 2, tokens, head_dim / 2) float32
+    qkv: Tensor  # (rows, slots, 3, heads, head_dim)
+    numbers: Tensor  # (5 × rows,) int32: the next four, as they cross to the device
+    staged: Tensor  # the same in host memory
+
+    @classmethod
+    def allocate(
+        cls, config: TransformerConfig, rows: int, tokens: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        heads, head_dim = config.num_attention_heads, config.attention_head_dim
+        return cls(
+            tokens=tokens,
+            capacity=capacity,
+            latents=torch.zeros(rows, tokens, config.in_channels, dtype=dtype, device=device),
+            rotary=torch.zeros(rows, 2, tokens, head_dim // 2, device=device),
+            qkv=torch.zeros(rows, tokens + capacity, 3, heads, head_dim, dtype=dtype, device=device),
+            numbers=torch.zeros(5 * rows, dtype=torch.int32, device=device),
+            staged=torch.zeros(5 * rows, dtype=torch.int32, pin_memory=device.type == "cuda"),
+        )
+
+    @property
+    def addresses(self) -> Tensor:  # (rows,) int64, of the rows' prefix KV
+        return self._number(0, 2).view(torch.int64)
+
+    @property
+    def prefix_lens(self) -> Tensor:  # (rows,) int32
+        return self._number(2, 3)
+
+    @property
+    def key_lens(self) -> Tensor:  # (rows,) int32, target and prefix
+        return self._number(3, 4)
+
+    @property
+    def timestep(self) -> Tensor:  # (rows,) float32
+        return self._number(4, 5).view(torch.float32)
+
+    def _number(self, start: int, end: int) -> Tensor:
+        rows = len(self.latents)
+        return self.numbers[start * rows : end * rows]
+
+    def fill(
+        self,
+        latents: Sequence[Tensor],
+        sigmas: Sequence[float],
+        rotary: Sequence[Tensor],
+        prefixes: Sequence[PrefixKV],
+    ) -> None:
+        """One entry a row. The prefixes must stay alive until the step has run, and the step must have run before the
+        next call."""
+        lens = [prefix.layout.prefix_len_tokens for prefix in prefixes]
+        torch.stack(list(latents), out=self.latents)
+        torch.stack(list(rotary), out=self.rotary)
+        addresses = torch.tensor([prefix.kv.data_ptr() for prefix in prefixes]).view(torch.int32)
+        counts = torch.tensor([*lens, *(self.tokens + length for length in lens)], dtype=torch.int32)
+        torch.cat([addresses, counts, torch.tensor(sigmas).view(torch.int32)], out=self.staged)
+        self.numbers.copy_(self.staged, non_blocking=True)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The q/k/v projections of x (rows, tokens, dim), written to their slots and returned as (rows, tokens, 3,
+        heads, head_dim)."""
+        flat = self.qkv.flatten(2)[:, : self.tokens]
+        if flat.is_contiguous():
+            torch.mm(x.flatten(0, 1), weight.T, out=flat.view(-1, flat.shape[-1]))
+        else:
+            torch.bmm(x, weight.T.expand(len(x), -1, -1), out=flat)
+        return self.qkv[:, : self.tokens]
