@@ -9,7 +9,7 @@ os.putenv("GOMP_SPINCOUNT", "0")  # as the engine does, before torch is imported
 
 import pytest
 
-from models.tiny_checkpoint import TinySpec, build_checkpoint
+from tests.tiny_checkpoint import TinySpec, build_checkpoint
 
 SPECS = {
     "first": TinySpec(),

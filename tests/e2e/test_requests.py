@@ -17,8 +17,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.tiny_checkpoint import TinySpec, build_checkpoint
 from tests.server import Server, serving
+from tests.tiny_checkpoint import TinySpec, build_checkpoint
 
 GENERATIONS = "/v1/images/generations"
 REQUESTS = "/v1/images/requests"

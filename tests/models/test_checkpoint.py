@@ -16,7 +16,7 @@ from models.errors import CheckpointError
 from models.folder import embedded_checkpoint, find_checkpoint
 from models.image_model import ImageModel
 from models.preprocess import PromptTokenizer
-from models.tiny_checkpoint import build_checkpoint
+from tests.tiny_checkpoint import build_checkpoint
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 Q_NAME = "transformer_blocks.1.attn.to_q.weight"

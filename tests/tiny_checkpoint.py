@@ -1,6 +1,6 @@
 """Builds small random checkpoints in the published folder format, the same every time.
 
-`python -m models.tiny_checkpoint FOLDER` writes one; tests build others with other sizes, so that nothing in the
+`python -m tests.tiny_checkpoint FOLDER` writes one; tests build others with other sizes, so that nothing in the
 project depends on one set of numbers. The networks are instantiated and saved by diffusers and transformers
 themselves, which makes them an independent check of the loader. Their pictures are noise.
 """
