@@ -1,17 +1,17 @@
-"""What the engine adds to the work itself: the real engine and a real worker process, whose work takes no time.
+"""What the engine adds to the work itself: the real engine and a real worker process around work that only waits.
 
     python -m benchmarks.overhead [--seconds 4] [--json FILE]
 
-A request's overhead is its time from `generate` to the result, one request after the other, with a single step. A
-step's is the wall time over the number of steps, with 1 and with 64 requests alive; of it, `scheduler` is what
-`next_work` and `complete` take in a process of their own.
+A request's overhead is its time from `generate` to the result, one request after the other, whose work takes no time.
+A step's is the time in which the worker has requests and runs nothing for them, over the number of steps, with 1 and
+with 64 requests alive: how long a device would idle between two steps. Its steps last 2 ms, without using the CPU. Of
+it, `scheduling` is what `next_work` and `complete` take, measured by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
 import json
 import statistics
@@ -20,10 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from benchmarks.simulation import make_request
+from benchmarks.simulation import PX_PER_TOKEN, make_request
 from benchmarks.traffic import Kind
 from engine.config import EngineConfig
 from engine.cost_model import CostModel
@@ -32,6 +33,7 @@ from engine.memory import UNLIMITED
 from engine.messages import WorkDone
 from engine.profile import Profile
 from engine.request import GenerationParams, PreparedRequest
+from engine.runner import Runner
 from engine.scheduler import Limits, Scheduler
 from engine.work import DecodeImage, DenoiseStep, Work
 from models.folder import embedded_checkpoint
@@ -45,27 +47,37 @@ TOKEN_BUDGET = 128  # eight pictures of 64 x 64, so that steps are shared
 SHORT = GenerationParams("a red circle on a white background", seed=1, size_px=(SIDE_PX, SIDE_PX), num_steps=1)
 LONG = replace(SHORT, num_steps=200)
 SCHEDULER_ITEMS = 4000
+STEP_S = 0.002  # of the long requests; the shortest real step on a large GPU takes 7 ms
 
 
 class IdleRunner:
-    """Takes the place of `engine.runner.Runner`: every item of work is done at once."""
+    """Takes the place of `engine.runner.Runner`: steps of requests that have many are slept through, everything else
+    is done at once."""
+
+    shortcut = ""
 
     def __init__(self, token_budget: int) -> None:
         self._token_budget = token_budget
         self._pictures: dict[str, np.ndarray] = {}
+        self._long: set[str] = set()
 
     def profile(self, max_rows: int) -> Profile:
         return Profile(CostModel(), UNLIMITED, self._token_budget)
 
     def add(self, request: PreparedRequest) -> None:
-        rows, columns = request.crop
-        shape = (rows.stop - rows.start, columns.stop - columns.start, 4)
+        grid = request.target_grid
+        shape = (grid.height * PX_PER_TOKEN, grid.width * PX_PER_TOKEN, 4)
         self._pictures[request.request_id] = np.zeros(shape, np.uint8)
+        if request.num_steps > 1:
+            self._long.add(request.request_id)
 
     def remove(self, request_id: str) -> None:
         self._pictures.pop(request_id, None)
+        self._long.discard(request_id)
 
     def run(self, work: Work) -> np.ndarray | None:
+        if isinstance(work, DenoiseStep) and work.samples[0].request_id in self._long:
+            time.sleep(STEP_S)
         return self._pictures[work.request_id] if isinstance(work, DecodeImage) else None
 
     def device_memory(self) -> None:
@@ -73,6 +85,10 @@ class IdleRunner:
 
     def free_caches(self) -> None:
         pass
+
+
+def load_idle_runner() -> Runner:
+    return cast(Runner, IdleRunner(TOKEN_BUDGET))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +106,20 @@ class Figures:
 
 
 class Probe:
-    """An engine whose steps are counted."""
+    """An engine whose steps are counted and whose work is timed, by the worker."""
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.worked_s = 0.0
         config = EngineConfig(
             model=str(embedded_checkpoint()), device="cpu", max_queue=2 * max(LIVE), max_batch_rows=MAX_BATCH_ROWS
         )
-        self.engine = Engine(config, load=functools.partial(IdleRunner, TOKEN_BUDGET), observe=self._observe)
+        self.engine = Engine(config, load=load_idle_runner, observe=self._observe)
 
     def _observe(self, observation: Observation) -> None:
-        self.num_steps += isinstance(observation, WorkDone) and isinstance(observation.work, DenoiseStep)
+        if isinstance(observation, WorkDone):
+            self.worked_s += observation.seconds
+            self.num_steps += isinstance(observation.work, DenoiseStep)
 
     async def request_ms(self, seconds: float) -> list[float]:
         """Latencies of single-step requests, one after the other."""
@@ -112,7 +131,7 @@ class Probe:
         return found[len(found) // 10 :]  # the first ones warm things up
 
     async def step_ms(self, live: int, seconds: float) -> float:
-        """Wall time a step while `live` requests are alive; each that ends is followed by another."""
+        """Time without work a step while `live` requests are alive; each that ends is followed by another."""
 
         async def keep_going() -> None:
             while True:
@@ -120,9 +139,10 @@ class Probe:
 
         tasks = [asyncio.create_task(keep_going()) for _ in range(live)]
         await asyncio.sleep(seconds / 4)
-        before, started_s = self.num_steps, time.perf_counter()
+        steps, worked_s, started_s = self.num_steps, self.worked_s, time.perf_counter()
         await asyncio.sleep(seconds)
-        ms = 1000 * (time.perf_counter() - started_s) / (self.num_steps - before)
+        idle_s = time.perf_counter() - started_s - (self.worked_s - worked_s)
+        ms = 1000 * idle_s / (self.num_steps - steps)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

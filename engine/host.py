@@ -1,12 +1,15 @@
 """Where a worker loop lives: in a process of its own, or in a thread of this one.
 
 Both take commands by `send`, which never blocks, and hand events and the end to callbacks, from a thread of theirs.
-The process is spawned, never forked. It ends when this process does, however that comes about: the pipe breaks.
+The process is spawned, never forked. It ends when this process does, however that comes about: the pipe breaks. Whom it
+was working for when it ended stands in memory that both share, which costs a step next to nothing.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -33,6 +36,7 @@ OnEvent = Callable[[Event], None]
 OnExit = Callable[[int | None], None]  # the exit code; negative for a signal; None for a thread
 
 SERVICE_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ACTIVE_BYTES = 2**14  # for the ids of the requests in one step; what does not fit is not blamed for a death
 STUCK = 70  # exit status of a worker that lost its device or met a bug
 
 
@@ -47,6 +51,10 @@ class Host(Protocol):
 
     def join(self, timeout_s: float) -> bool: ...
 
+    def active(self) -> tuple[str, ...]:
+        """The requests that the item of work is for that is running, or was when the worker ended."""
+        ...
+
 
 class ProcessHost:
     """A worker in a spawned process."""
@@ -54,8 +62,9 @@ class ProcessHost:
     def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._worker_end = context.Pipe()
+        self._active = context.RawArray(ctypes.c_char, ACTIVE_BYTES)
         self._process = context.Process(
-            target=worker_main, args=(self._worker_end, load, limits), name="easel-worker", daemon=True
+            target=worker_main, args=(self._worker_end, self._active, load, limits), name="easel-worker", daemon=True
         )
         self._on_event, self._on_exit = on_event, on_exit
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -84,6 +93,10 @@ class ProcessHost:
     def join(self, timeout_s: float) -> bool:
         self._process.join(timeout_s)
         return self._process.exitcode is not None
+
+    def active(self) -> tuple[str, ...]:
+        text = self._active.value.decode(errors="replace")
+        return tuple(text.split("\n")) if text else ()
 
     def _send_commands(self) -> None:
         try:
@@ -115,6 +128,7 @@ class ThreadHost:
         self._load, self._limits = load, limits
         self._on_event, self._on_exit = on_event, on_exit
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._active: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="easel-worker", daemon=True)
 
     def start(self) -> None:
@@ -130,17 +144,27 @@ class ThreadHost:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def active(self) -> tuple[str, ...]:
+        return self._active
+
+    def _note_active(self, request_ids: tuple[str, ...]) -> None:
+        self._active = request_ids
+
     def _run(self) -> None:
-        code = run_loop(self._load, self._limits, self._commands, self._on_event)
+        code = run_loop(self._load, self._limits, self._commands, self._on_event, self._note_active)
         self._on_exit(code or None)
 
 
 def run_loop(
-    load: LoadRunner, limits: Limits, commands: queue.SimpleQueue[Command], emit: Callable[[Event], None]
+    load: LoadRunner,
+    limits: Limits,
+    commands: queue.SimpleQueue[Command],
+    emit: Callable[[Event], None],
+    note_active: Callable[[tuple[str, ...]], None],
 ) -> int:
     """Load and serve until `Stop`; the exit status. What can't be loaded is told, what goes wrong later is logged."""
     try:
-        loop = WorkerLoop(load(), limits, commands, emit)
+        loop = WorkerLoop(load(), limits, commands, emit, note_active)
     except CheckpointError as error:
         emit(WorkerFailed(str(error)))
         return STUCK
@@ -156,13 +180,29 @@ def run_loop(
     return 0
 
 
-def worker_main(pipe: Connection, load: LoadRunner, limits: Limits) -> None:
+def worker_main(pipe: Connection, active: ctypes.Array[ctypes.c_char], load: LoadRunner, limits: Limits) -> None:
     """The whole life of a worker process."""
     for number in SERVICE_SIGNALS:  # the service decides when its worker ends
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVICE_SIGNALS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+
+    def note_active(request_ids: tuple[str, ...]) -> None:
+        active.value = "\n".join(request_ids).encode()[: ACTIVE_BYTES - 1]
+
+    def send_events() -> None:
+        try:
+            while (event := outbox.get()) is not None:
+                pipe.send(event)
+        except OSError:
+            os._exit(STUCK)
+
+    def load_for_good() -> Runner:
+        runner = load()
+        gc.freeze()  # what is loaded stays: no collection between two steps need look at it again
+        return runner
 
     def receive_commands() -> None:
         try:
@@ -172,6 +212,10 @@ def worker_main(pipe: Connection, load: LoadRunner, limits: Limits) -> None:
             os._exit(STUCK)  # the service is gone: nobody waits for any of this
 
     threading.Thread(target=receive_commands, name="receive_commands", daemon=True).start()
-    code = run_loop(load, limits, commands, pipe.send)
+    sender = threading.Thread(target=send_events, name="send_events", daemon=True)
+    sender.start()
+    code = run_loop(load_for_good, limits, commands, outbox.put, note_active)
+    outbox.put(None)
+    sender.join()
     logging.shutdown()
     os._exit(code)  # at once: no cleanup of a device that may not answer

@@ -51,13 +51,6 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkStarted:
-    """An item of work begins. Sent before it runs, so that whoever is left knows whom a death concerns."""
-
-    request_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class WorkDone:
     """An item of work is over. `rows` and `tokens` are those of a denoise step, else 0. `shortcut` says what became of
     the item's way to be faster: a denoise step's graph (`models.decoding.GraphResult`), or whether an encode found its
@@ -102,6 +95,4 @@ class DeviceMemory:
     total_bytes: int
 
 
-Event = (
-    WorkerReady | WorkerFailed | WorkStarted | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried | DeviceMemory
-)
+Event = WorkerReady | WorkerFailed | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried | DeviceMemory

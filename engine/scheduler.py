@@ -24,12 +24,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 
+from engine.batching import BatchKey
 from engine.cost_model import CostModel
 from engine.memory import UNLIMITED, MemoryModel
 from engine.request import PreparedRequest
 from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 
 SAME_LENGTH = 1.25  # a factor
+
+_Rank = tuple[bool, int, float, int]  # the smaller goes first
 
 
 class Policy(StrEnum):
@@ -59,34 +62,32 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Entry:
-    """A request, how far it is, and its predicted costs, which are fixed on arrival."""
+    """A request, how far it is, and its predicted costs, which are fixed on arrival. What is asked of every entry
+    between any two steps (`rank`, `expires_at_s`) is kept ready and renewed by `Scheduler._moved` where it changes."""
 
     request: PreparedRequest
+    key: BatchKey
+    rows_per_sample: int
+    tokens_per_sample: int
     serial: int
     encode_s: float
     prefill_s: float
     step_s: float
     decode_s: float
-    isolated_s: float
+    starves_at_s: float
     phase: Phase = Phase.ENCODE
     alone: bool = False
+    rank: _Rank = (True, 0, 0.0, 0)
+    expires_at_s: float = math.inf
     steps_done: list[int] = field(default_factory=list)  # per image
+    steps_left: int = 0  # over all images
     decoded: int = 0
     state_bytes: int = 0  # held now
     prefix_bytes: int = 0  # held now
 
     @property
-    def rows_per_sample(self) -> int:
-        return self.request.num_branches
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.request.num_branches * self.request.target_grid.num_tokens
-
-    @property
     def remaining_s(self) -> float:
-        steps_left = self.request.num_images * self.request.num_steps - sum(self.steps_done)
-        remaining_s = steps_left * self.step_s + (self.request.num_images - self.decoded) * self.decode_s
+        remaining_s = self.steps_left * self.step_s + (self.request.num_images - self.decoded) * self.decode_s
         if self.phase is not Phase.DENOISE:
             remaining_s += self.prefill_s
         if self.phase is Phase.ENCODE:
@@ -98,10 +99,6 @@ class _Entry:
         for image_index, step in enumerate(self.steps_done):
             if step < self.request.num_steps:
                 yield Sample(self.request.request_id, image_index, step)
-
-    @property
-    def denoising(self) -> bool:
-        return any(step < self.request.num_steps for step in self.steps_done)
 
 
 class Scheduler:
@@ -115,6 +112,11 @@ class Scheduler:
         self._to_decode: deque[DecodeImage] = deque()
         self._serial = 0
         self._quantum_used = False  # an encode or decode ran since the last step
+        # Little changes from one step to the next, so what takes a look at every request is kept while it holds: their
+        # order, until a rank changes or somebody starves, and that nobody is late, until the first could be.
+        self._order: list[_Entry] = []
+        self._order_ends_s = -math.inf
+        self._expiry_s = math.inf
 
     def __repr__(self) -> str:
         phases = [entry.phase.name for entry in self._entries.values()]
@@ -141,21 +143,27 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} does not fit the device")
         costs = self._cost_model
         self._serial += 1
-        self._entries[request.request_id] = _Entry(
+        entry = self._entries[request.request_id] = _Entry(
             request=request,
+            key=request.batch_key,
+            rows_per_sample=request.num_branches,
+            tokens_per_sample=request.num_branches * request.target_grid.num_tokens,
             serial=self._serial,
             encode_s=costs.encode_s(request),
             prefill_s=costs.prefill_s(request),
             step_s=costs.step_s(request),
             decode_s=costs.decode_s(request),
-            isolated_s=costs.isolated_s(request),
+            starves_at_s=request.arrived_s + self._limits.max_stretch * costs.isolated_s(request),
             alone=request.alone,
             steps_done=[0] * request.num_images,
+            steps_left=request.num_images * request.num_steps,
         )
+        self._moved(entry)
 
     def remove(self, request_id: str) -> bool:
         """Forget a request in whatever state it is; False when it is not here."""
         self._to_decode = deque(work for work in self._to_decode if work.request_id != request_id)
+        self._order_ends_s = -math.inf
         return self._entries.pop(request_id, None) is not None
 
     def isolate(self, request_id: str) -> None:
@@ -166,18 +174,14 @@ class Scheduler:
     def expired(self, now_s: float) -> tuple[str, ...]:
         """Requests that can't meet their deadline any more: started ones that are past it, and waiting ones that
         would be past it if they had the device to themselves from now on."""
-        late = []
-        for request_id, entry in self._entries.items():
-            if (deadline_s := entry.request.deadline_s) is not None:
-                needed_s = entry.remaining_s if entry.phase is Phase.ENCODE else 0.0
-                if now_s + needed_s > deadline_s:
-                    late.append(request_id)
-        return tuple(late)
+        if now_s <= self._expiry_s:
+            return ()
+        self._expiry_s = min((entry.expires_at_s for entry in self._entries.values()), default=math.inf)
+        return tuple(name for name, entry in self._entries.items() if now_s > entry.expires_at_s)
 
     def next_work(self, now_s: float) -> Work | None:
         """The one thing to do now, or None when there is nothing."""
-        denoising = [entry for entry in self._entries.values() if entry.denoising]
-        ranked = sorted(denoising, key=lambda entry: self._rank(entry, now_s))
+        ranked = self._ranked(now_s)
         leader = next((entry for entry in ranked if entry.state_bytes or self._may_start(entry)), None)
         step_is_due = self._quantum_used and leader is not None and leader.phase is Phase.DENOISE
         if self._to_decode and not step_is_due:
@@ -212,6 +216,7 @@ class Scheduler:
                 entry.prefix_bytes = 0
             case DecodeImage():
                 return self._finish_image(entry, work)
+        self._moved(entry)
         return ()
 
     def droppable(self, keep: tuple[str, ...]) -> tuple[DropPrefix, ...]:
@@ -224,17 +229,34 @@ class Scheduler:
         tokens = sum(self._entries[sample.request_id].tokens_per_sample for sample in work.samples)
         self._limits = replace(self._limits, token_budget=min(self._limits.token_budget, tokens // 2))
 
-    def _rank(self, entry: _Entry, now_s: float) -> tuple[bool, int, float, int]:
-        """Smaller goes first."""
-        request = entry.request
-        starving = now_s - request.arrived_s >= self._limits.max_stretch * entry.isolated_s
-        if starving:
-            return (False, 0, request.arrived_s, entry.serial)
+    def _ranked(self, now_s: float) -> list[_Entry]:
+        """Those that still have steps to take, first who goes first."""
+        if now_s < self._order_ends_s:
+            return self._order
+
+        def rank(entry: _Entry) -> _Rank:
+            starving = now_s >= entry.starves_at_s
+            return (False, 0, entry.request.arrived_s, entry.serial) if starving else entry.rank
+
+        self._order = sorted((entry for entry in self._entries.values() if entry.steps_left), key=rank)
+        starts = (entry.starves_at_s for entry in self._order if entry.starves_at_s > now_s)
+        self._order_ends_s = min(starts, default=math.inf)
+        return self._order
+
+    def _moved(self, entry: _Entry) -> None:
+        """Renew what follows from how far an entry is."""
+        request, remaining_s = entry.request, entry.remaining_s
         if self._limits.policy is Policy.FCFS:
-            return (True, -request.priority, request.arrived_s, entry.serial)
-        # Work of about the same length goes in order of arrival: overtaking for less gains next to nothing on average.
-        length = round(math.log(max(entry.remaining_s, 1e-6), SAME_LENGTH))
-        return (True, -request.priority, length, entry.serial)
+            rank = (True, -request.priority, request.arrived_s, entry.serial)
+        else:
+            # Work of about the same length goes in order of arrival: overtaking for less gains next to nothing.
+            length = round(math.log(max(remaining_s, 1e-6), SAME_LENGTH))
+            rank = (True, -request.priority, length, entry.serial)
+        if rank != entry.rank or not entry.steps_left:
+            entry.rank, self._order_ends_s = rank, -math.inf
+        if request.deadline_s is not None:
+            entry.expires_at_s = request.deadline_s - (remaining_s if entry.phase is Phase.ENCODE else 0.0)
+            self._expiry_s = min(self._expiry_s, entry.expires_at_s)
 
     def _may_start(self, entry: _Entry) -> bool:
         """Whether the request may take its state. Started requests give their state back only at their end, so there
@@ -272,9 +294,9 @@ class Scheduler:
                 rows += entry.rows_per_sample
                 tokens += entry.tokens_per_sample
                 if samples and (rows > self._limits.max_batch_rows or tokens > self._limits.token_budget):
-                    return DenoiseStep(leader.request.batch_key, tuple(samples))
+                    return DenoiseStep(leader.key, tuple(samples))
                 samples.append(sample)
-        return DenoiseStep(leader.request.batch_key, tuple(samples))
+        return DenoiseStep(leader.key, tuple(samples))
 
     def _riders(self, leader: _Entry, ranked: list[_Entry], include_joining: bool = False) -> Iterator[_Entry]:
         """The leader, then requests that may share its step, in order, while rows and tokens last."""
@@ -284,9 +306,9 @@ class Scheduler:
         num_samples = sum(1 for _ in leader.samples())
         rows, tokens = num_samples * leader.rows_per_sample, num_samples * leader.tokens_per_sample
         for entry in ranked:
-            if entry is leader or entry.alone or entry.request.batch_key != leader.request.batch_key:
-                continue
             if entry.phase is not Phase.DENOISE and not include_joining:
+                continue
+            if entry is leader or entry.alone or entry.key != leader.key:
                 continue
             rows += entry.rows_per_sample
             tokens += entry.tokens_per_sample
@@ -308,15 +330,18 @@ class Scheduler:
         if entry is None:
             return
         entry.steps_done[sample.image_index] += 1
+        entry.steps_left -= 1
         if entry.steps_done[sample.image_index] == entry.request.num_steps:
             self._to_decode.append(DecodeImage(sample.request_id, sample.image_index))
-        if not entry.denoising:
+        if not entry.steps_left:
             entry.prefix_bytes = 0  # the runner has let go of it as well
+        self._moved(entry)
 
     def _finish_image(self, entry: _Entry, work: DecodeImage) -> tuple[str, ...]:
         self._to_decode.remove(work)
         entry.decoded += 1
         if entry.decoded < entry.request.num_images:
+            self._moved(entry)
             return ()
         del self._entries[work.request_id]
         return (work.request_id,)

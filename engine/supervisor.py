@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.host import Host, LoadRunner, ProcessHost, ThreadHost
-from engine.messages import Command, Event, RequestFailed, Stop, WorkDone, WorkerFailed, WorkerReady, WorkStarted
+from engine.messages import Command, Event, Stop, WorkDone, WorkerFailed, WorkerReady
 from engine.scheduler import Limits
 from models.errors import CheckpointError
 
@@ -62,7 +62,6 @@ class Supervisor:
         self._hung = False
         self._failure: str | None = None
         self._failed_starts = 0
-        self._active: tuple[str, ...] = ()
         self._last_event_s = 0.0
         self._item_seconds: deque[float] = deque(maxlen=500)
         self._oom_kills = 0
@@ -105,7 +104,7 @@ class Supervisor:
     async def _start_worker(self) -> None:
         loop = asyncio.get_running_loop()
         self._ready = self._hung = False
-        self._failure, self._active = None, ()
+        self._failure = None
         self._oom_kills = oom_kills()
 
         def on_event(event: Event) -> None:
@@ -130,14 +129,8 @@ class Supervisor:
             case WorkerFailed(message):
                 self._failure = message
                 return
-            case WorkStarted(request_ids):
-                self._active = request_ids
-                return
             case WorkDone(_, seconds):
-                self._active = ()
                 self._item_seconds.append(seconds)
-            case RequestFailed():
-                self._active = ()
         self._on_event(event)
 
     def _exited(self, host: Host, code: int | None) -> None:
@@ -153,7 +146,7 @@ class Supervisor:
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._on_give_up(f"the worker can't be started again: {reason}")
             return
-        self._on_death(Death(self._active if self._is_blamable(code) else (), reason))
+        self._on_death(Death(host.active() if self._is_blamable(code) else (), reason))
         self._restart = asyncio.ensure_future(self._start_worker())
 
     def _describe(self, code: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.batching import BatchKey
 
@@ -28,9 +29,8 @@ class DropPrefix:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One picture of one request, about to take step `step` (0-based)."""
+class Sample(NamedTuple):
+    """One picture of one request, about to take step `step` (0-based). A tuple: each step makes and sends several."""
 
     request_id: str
     image_index: int

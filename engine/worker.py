@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.cost_model import Measurement, WorkKind, decode_size, encode_size, prefill_size, step_size
+from engine.cost_model import Measurement, Size, WorkKind, decode_size, encode_size, prefill_size, step_size
 from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
 from engine.messages import (
     Abort,
@@ -26,11 +26,10 @@ from engine.messages import (
     Submit,
     WorkDone,
     WorkerReady,
-    WorkStarted,
 )
 from engine.request import PreparedRequest
 from engine.scheduler import Limits, Scheduler
-from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Work, request_ids
+from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample, Work, request_ids
 
 if TYPE_CHECKING:
     from engine.runner import Runner
@@ -43,10 +42,19 @@ LATE = "The request could not be finished within its time limit."
 
 
 class WorkerLoop:
-    """Runs until `Stop`. An exception out of `run` means that the device is lost and the worker must be replaced."""
+    """Runs until `Stop`. An exception out of `run` means that the device is lost and the worker must be replaced.
+
+    `emit` must not block: no step waits for a picture to be copied, or for whoever reads. `note_active` is called with
+    the requests that an item of work is for before it runs, and with none after it.
+    """
 
     def __init__(
-        self, runner: Runner, limits: Limits, commands: queue.SimpleQueue[Command], emit: Callable[[Event], None]
+        self,
+        runner: Runner,
+        limits: Limits,
+        commands: queue.SimpleQueue[Command],
+        emit: Callable[[Event], None],
+        note_active: Callable[[tuple[str, ...]], None],
     ) -> None:
         profile = runner.profile(limits.max_batch_rows)
         self._runner = runner
@@ -55,8 +63,10 @@ class WorkerLoop:
             replace(limits, token_budget=min(limits.token_budget, profile.token_budget)), self._costs, profile.memory
         )
         self._requests: dict[str, PreparedRequest] = {}
+        self._step_sizes: dict[str, Size] = {}
         self._commands = commands
         self._emit = emit
+        self._note_active = note_active
         self._memory_told_s = float("-inf")
         emit(WorkerReady(self._costs.copy(), profile.memory, profile.token_budget))
         self._tell_memory()
@@ -90,19 +100,19 @@ class WorkerLoop:
             self._emit(RequestFailed(request.request_id, "out_of_memory", OUT_OF_MEMORY))
             return
         self._requests[request.request_id] = request
+        self._step_sizes[request.request_id] = step_size(request)
         self._scheduler.add(request)
         self._runner.add(request)
 
     def _execute(self, work: Work, retried: bool = False) -> None:
         """Run one item and report it. Whatever it raises ends the requests it is for, and nothing else."""
-        if isinstance(work, DenoiseStep):  # a piece of a batch, of which a request may have failed by now
-            work = replace(work, samples=tuple(s for s in work.samples if s.request_id in self._requests))
-            if not work.samples:
-                return
-        self._emit(WorkStarted(request_ids(work)))
+        ids = request_ids(work)
+        self._note_active(ids)
         started_s = time.monotonic()
         try:
             picture = self._runner.run(work)
+            seconds = time.monotonic() - started_s
+            self._note_active(())
         except DeviceLost:
             raise
         except DeviceOutOfMemory:
@@ -115,15 +125,15 @@ class WorkerLoop:
             log.exception("%s failed", type(work).__name__)
             self._blame(work, "internal_error", "The request failed inside the engine.")
             return
-        self._report(work, time.monotonic() - started_s)
+        self._report(work, self._requests[ids[0]], seconds)
         self._tell_memory()
         if isinstance(work, DecodeImage) and picture is not None:
             self._emit(ImageReady(work.request_id, work.image_index, picture))
         for request_id in self._scheduler.complete(work):
             self._forget(request_id)
 
-    def _report(self, work: Work, seconds: float) -> None:
-        request = self._requests[request_ids(work)[0]]
+    def _report(self, work: Work, request: PreparedRequest, seconds: float) -> None:
+        """Tell of an item that is done, for `request` and maybe others, and learn from the time that it took."""
         match work:
             case EncodePrompt():
                 self._costs.correct(Measurement(WorkKind.ENCODE, encode_size(request), seconds))
@@ -132,12 +142,11 @@ class WorkerLoop:
             case DecodeImage():
                 self._costs.correct(Measurement(WorkKind.DECODE, decode_size(request), seconds))
             case DenoiseStep():
-                requests = [self._requests[sample.request_id] for sample in work.samples]
-                sizes = [step_size(request) for request in requests]
-                tokens = sum(size.tokens for size in sizes)
-                size = replace(sizes[0], tokens=tokens, context=sum(s.context for s in sizes) // len(sizes))
+                sizes = [self._step_sizes[sample.request_id] for sample in work.samples]
+                tokens = sum([size.tokens for size in sizes])
+                size = Size(tokens, context=sum([size.context for size in sizes]) // len(sizes))
                 self._costs.correct(Measurement(WorkKind.STEP, size, seconds))
-                rows = sum(request.num_branches for request in requests)
+                rows = tokens // request.target_grid.num_tokens
                 self._emit(WorkDone(work, seconds, rows, tokens, self._runner.shortcut))
                 return
         self._emit(WorkDone(work, seconds, shortcut=self._runner.shortcut if isinstance(work, EncodePrompt) else ""))
@@ -156,7 +165,7 @@ class WorkerLoop:
             self._emit(OutOfMemoryRetried())
             half = len(work.samples) // 2
             for samples in (work.samples[:half], work.samples[half:]):
-                self._execute(replace(work, samples=samples))
+                self._execute_part(work, samples)
         elif retried:
             self._fail(request_ids(work)[0], "out_of_memory", OUT_OF_MEMORY)
         else:
@@ -173,8 +182,13 @@ class WorkerLoop:
             self._fail(ids[0], code, message)
             return
         for request_id in ids:
-            own = tuple(sample for sample in work.samples if sample.request_id == request_id)
-            self._execute(replace(work, samples=own))
+            self._execute_part(work, tuple(sample for sample in work.samples if sample.request_id == request_id))
+
+    def _execute_part(self, step: DenoiseStep, samples: tuple[Sample, ...]) -> None:
+        """A part of a batch, of which requests may have failed by now."""
+        left = tuple(sample for sample in samples if sample.request_id in self._requests)
+        if left:
+            self._execute(replace(step, samples=left))
 
     def _fail(self, request_id: str, code: str, message: str) -> None:
         self._forget(request_id)
@@ -184,3 +198,4 @@ class WorkerLoop:
         self._scheduler.remove(request_id)
         self._runner.remove(request_id)
         self._requests.pop(request_id, None)
+        self._step_sizes.pop(request_id, None)
