@@ -19,7 +19,7 @@ from engine.engine import Engine, Observation, WorkerRestarted
 from engine.errors import DeadlineExceeded, EngineStopped, InvalidRequest, NotReady, QueueFull, RequestCancelled
 from engine.messages import DeviceMemory, OutOfMemoryRetried, WorkDone
 from engine.request import GenerationResult
-from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, EncodePrompt, Prefill
 
 ITEM_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -102,7 +102,7 @@ class Metrics:
                 self._step.observe(seconds)
                 self._rows.observe(rows)
                 self._tokens.observe(tokens)
-            case WorkDone(DecodeImage(), seconds):
+            case WorkDone(DecodeImage() | DecodePreview(), seconds):
                 self._decode.observe(seconds)
             case DeviceMemory(allocated, reserved, total):
                 for kind, size in (("allocated", allocated), ("reserved", reserved), ("total", total)):

@@ -20,7 +20,7 @@ from app.schemas import ImageRequest, parse_json
 from app.settings import Settings
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.request import GenerationParams, GenerationResult, Progress
+from engine.request import GenerationParams, GenerationResult, Progress, RequestEvent
 from models.errors import CheckpointError
 
 FORMATS: dict[str, OutputFormat] = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
@@ -87,11 +87,12 @@ async def draw(request: ImageRequest, pictures: tuple[Image.Image, ...], setting
 async def run(engine: Engine, params: GenerationParams) -> GenerationResult:
     with tqdm(unit="step") as bar:
 
-        def on_progress(progress: Progress) -> None:
-            bar.total = params.num_images * progress.num_steps
-            bar.update()
+        def on_event(event: RequestEvent) -> None:
+            if isinstance(event, Progress):
+                bar.total = params.num_images * event.num_steps
+                bar.update()
 
-        return await engine.generate(params, request_id="offline", on_progress=on_progress)
+        return await engine.generate(params, request_id="offline", on_event=on_event)
 
 
 def write(result: GenerationResult, request: ImageRequest, output: Path, settings: Settings) -> None:

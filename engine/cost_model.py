@@ -112,7 +112,7 @@ class CostModel:
 
     def isolated_s(self, request: PreparedRequest) -> float:
         """A whole request with the device to itself."""
-        per_image = request.num_steps * self.step_s(request) + self.decode_s(request)
+        per_image = request.num_steps * self.step_s(request) + request.decodes_after(0) * self.decode_s(request)
         return self.encode_s(request) + self.prefill_s(request) + request.num_images * per_image
 
 

@@ -37,13 +37,14 @@ from engine.messages import (
     Event,
     ImageReady,
     OutOfMemoryRetried,
+    PreviewReady,
     RequestFailed,
     Submit,
     WorkDone,
     WorkerReady,
 )
 from engine.pending import Pending
-from engine.request import GenerationParams, GenerationResult, ModelCard, Progress, RequestStatus
+from engine.request import Admitted, GenerationParams, GenerationResult, ModelCard, RequestEvent, RequestStatus
 from engine.scheduler import Limits, Policy
 from engine.supervisor import Death, Supervisor
 from engine.work import request_ids
@@ -201,7 +202,7 @@ class Engine:
         params: GenerationParams | Callable[[], GenerationParams],
         *,
         request_id: str,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[RequestEvent], None] = lambda event: None,
     ) -> GenerationResult:
         """Generate every picture of one request. Cancelling the awaiting task aborts the request: its place in the
         queue and its memory are free before the next item of work.
@@ -210,6 +211,9 @@ class Engine:
         what it raises comes out here. So pictures are decoded only for requests that have a place, and nobody holds
         them once they are resized.
 
+        `on_event` is called on the event loop with what happens on the way. Nothing that can be known from the request
+        itself is raised any more once it has been told that the request is `Admitted`.
+
         `request_id` is what `status` and `cancel` know the request by; of several with one id they mean the newest.
         Raises the errors of `engine.errors`.
         """
@@ -217,7 +221,7 @@ class Engine:
         self._num_admitted += 1
         self._idle.clear()
         try:
-            return await self._generate(preparer, params, request_id, on_progress)
+            return await self._generate(preparer, params, request_id, on_event)
         finally:
             self._num_admitted -= 1
             if self._num_admitted == 0:
@@ -228,7 +232,7 @@ class Engine:
         preparer: Preparer,
         params: GenerationParams | Callable[[], GenerationParams],
         request_id: str,
-        on_progress: Callable[[Progress], None] | None,
+        on_event: Callable[[RequestEvent], None],
     ) -> GenerationResult:
         arrived_s = time.monotonic()
         key = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
@@ -237,10 +241,11 @@ class Engine:
         request, deadline_s = admission.request, admission.request.deadline_s
         if deadline_s is not None and time.monotonic() + self._costs.isolated_s(request) > deadline_s:
             raise DeadlineExceeded("The request can't be finished within its time limit.")
-        pending = Pending(request_id, request, admission, loop.create_future(), on_progress)
+        pending = Pending(request_id, request, admission, loop.create_future(), on_event)
         self._pending[key] = pending
         self._supervisor.send(Submit(request))
         try:
+            on_event(Admitted(admission.usage, request.num_steps, admission.warnings))
             async with asyncio.timeout(None if deadline_s is None else deadline_s - time.monotonic()):
                 await pending.done
         except TimeoutError:
@@ -310,6 +315,9 @@ class Engine:
             case ImageReady():
                 for pending in self._of((event.request_id,)):
                     pending.receive(event)
+            case PreviewReady():
+                for pending in self._of((event.request_id,)):
+                    pending.show(event)
             case RequestFailed():
                 for pending in self._of((event.request_id,)):
                     _fail(pending, _error_of(event))

@@ -28,11 +28,12 @@ class MemoryModel:
     def state_bytes(self, request: PreparedRequest) -> int:
         """Everything else: taken at encode and held to the end."""
         target = request.target_grid.num_tokens
+        latents_per_image = 2 if request.preview_steps else 1  # the clean estimate waits for its decode
         text = sum(prompt.layout.num_text_tokens for prompt in request.prompts)
         condition = sum(image.grid.num_tokens for image in request.condition_images)
         return (
             self.embed_bytes_per_token * text
-            + self.latent_bytes_per_token * (condition + request.num_images * target)
+            + self.latent_bytes_per_token * (condition + latents_per_image * request.num_images * target)
             + self.rotary_bytes_per_token * request.num_branches * target
         )
 

@@ -73,6 +73,16 @@ class ImageReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PreviewReady:
+    """What one picture of a request looked like after `step` steps, (height, width, 4) uint8."""
+
+    request_id: str
+    image_index: int
+    step: int
+    pixels: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """A request failed; the message is fit for its client."""
 
@@ -95,4 +105,13 @@ class DeviceMemory:
     total_bytes: int
 
 
-Event = WorkerReady | WorkerFailed | WorkDone | ImageReady | RequestFailed | OutOfMemoryRetried | DeviceMemory
+Event = (
+    WorkerReady
+    | WorkerFailed
+    | WorkDone
+    | ImageReady
+    | PreviewReady
+    | RequestFailed
+    | OutOfMemoryRetried
+    | DeviceMemory
+)

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.cost_model import CostModel
-from engine.messages import ImageReady, WorkDone
+from engine.messages import ImageReady, PreviewReady, WorkDone
 from engine.request import (
+    Finished,
     GeneratedImage,
     GenerationResult,
     PreparedRequest,
+    Preview,
     Progress,
+    RequestEvent,
     Timings,
 )
-from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, EncodePrompt, Prefill
 
 if TYPE_CHECKING:
     from engine.prepare import Admission
@@ -33,11 +36,12 @@ class Pending:
     request: PreparedRequest
     admission: Admission
     done: asyncio.Future[None]
-    on_progress: Callable[[Progress], None] | None
+    on_event: Callable[[RequestEvent], None]
     deaths: int = 0  # of workers, while an item of this request was running
     started: bool = False
     pictures: dict[int, np.ndarray] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)  # done, per image
+    previewed: dict[int, int] = field(default_factory=dict)  # the step of the last preview, per image
     encode_s: float = 0.0
     prefill_s: float = 0.0
     steps_s: float = 0.0
@@ -46,7 +50,8 @@ class Pending:
     step_pictures: int = 0
 
     def restart(self, alone: bool) -> None:
-        """Take the request back to its start, because its worker died; `alone` keeps it out of batches from now on."""
+        """Take the request back to its start, because its worker died; `alone` keeps it out of batches from now on.
+        What its client has been told stays told: pictures and previews that come again are dropped."""
         if alone:
             self.request = replace(self.request, alone=True)
         self.started = False
@@ -60,7 +65,7 @@ class Pending:
                 self.encode_s += done.seconds
             case Prefill():
                 self.prefill_s += done.seconds
-            case DecodeImage():
+            case DecodeImage() | DecodePreview():
                 self.decode_s += done.seconds
             case DenoiseStep(_, samples):
                 self.steps_s += done.seconds
@@ -69,21 +74,32 @@ class Pending:
                 for sample in samples:
                     if sample.request_id == self.request.request_id:
                         self.steps[sample.image_index] = sample.step + 1
-                        if self.on_progress is not None:
-                            self.on_progress(Progress(sample.image_index, sample.step + 1, self.request.num_steps))
+                        self.on_event(Progress(sample.image_index, sample.step + 1, self.request.num_steps))
 
     def receive(self, image: ImageReady) -> None:
         """Keep a picture; with the last one the request is done."""
-        self.pictures[image.image_index] = image.pixels
+        index = image.image_index
+        if index in self.pictures:
+            return
+        self.pictures[index] = image.pixels
+        self.on_event(Finished(index, GeneratedImage(image.pixels, self.request.seeds[index])))
         if len(self.pictures) == self.request.num_images and not self.done.done():
             self.done.set_result(None)
+
+    def show(self, preview: PreviewReady) -> None:
+        """Hand on a preview, unless the client has already seen as much of that picture."""
+        index = preview.image_index
+        if index not in self.pictures and preview.step > self.previewed.get(index, 0):
+            self.previewed[index] = preview.step
+            self.on_event(Preview(index, preview.pixels))
 
     def remaining_s(self, costs: CostModel) -> float:
         """Predicted time on the device until the request is done, if it had the device to itself."""
         request = self.request
         steps_left = request.num_images * request.num_steps - sum(self.steps.values())
-        pictures_left = request.num_images - len(self.pictures)
-        remaining_s = steps_left * costs.step_s(request) + pictures_left * costs.decode_s(request)
+        decodes = sum(request.decodes_after(self.steps.get(index, 0)) for index in range(request.num_images))
+        decodes_left = decodes - len(self.pictures)
+        remaining_s = steps_left * costs.step_s(request) + decodes_left * costs.decode_s(request)
         if not self.steps:
             remaining_s += costs.encode_s(request) + costs.prefill_s(request)
         return remaining_s

@@ -58,15 +58,17 @@ class Preparer:
         size_px = params.size_px or self._size_of(params, resolution_px)
         generated_px = cover(size_px, self._configs.size_multiple_px)
         target_grid = Grid.of_pixels(*generated_px, px_per_token)
+        sigmas = self._sigmas(params, target_grid, warnings)
         request = PreparedRequest(
             request_id=request_id,
             prompts=tuple(prompts),
             condition_images=images,
             target_grid=target_grid,
             crop=centre_crop(generated_px, size_px),
-            sigmas=self._sigmas(params, target_grid, warnings),
+            sigmas=sigmas,
             seeds=tuple((params.seed + index) % SEEDS for index in range(params.num_images)),
             true_cfg_scale=params.true_cfg_scale,
+            preview_steps=preview_steps(len(sigmas) - 1, params.num_previews),
             arrived_s=arrived_s,
             deadline_s=None if params.timeout_s is None else arrived_s + params.timeout_s,
             priority=params.priority,
@@ -109,3 +111,10 @@ class Preparer:
             warnings.append(f"'num_inference_steps' has no effect: this model always takes {default} steps.")
         sample_sigmas = self._configs.index.sample_sigmas
         return sigma_schedule(self._configs.scheduler, num_steps, target_grid.num_tokens, sample_sigmas)
+
+
+def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
+    """After which steps previews are due: evenly spaced, the first one early, each after a step of its own, and none
+    after the last one, whose picture is the result. So a request of few steps has fewer."""
+    steps = (max(number, number * num_steps // (num_previews + 2)) for number in range(1, num_previews + 1))
+    return tuple(step for step in steps if step < num_steps)

@@ -23,7 +23,8 @@ class GenerationParams:
     `condition_images` are decoded pictures in mode RGBA, upright, at their own size and in the client's order.
     `size_px` is the exact (width, height) of the output, or None for `auto`: the last condition image's aspect ratio,
     or a square, at about `resolution_px`² pixels. `negative_prompt` "" is a negative prompt; None is none.
-    `num_steps` and `resolution_px` None mean the checkpoint's defaults. Image i uses seed + i (modulo 2**32).
+    `num_steps` and `resolution_px` None mean the checkpoint's defaults. Image i uses seed + i (modulo 2**32). Of each
+    image, up to `num_previews` are shown while it is being made.
 
     Work that can't be finished within `timeout_s` is refused or given up. Among waiting requests a higher `priority`
     goes first. `deterministic` runs the request alone, so that neighbours can't change the rounding of its picture.
@@ -36,6 +37,7 @@ class GenerationParams:
     size_px: tuple[int, int] | None = None
     resolution_px: int | None = None
     num_images: int = 1
+    num_previews: int = 0
     num_steps: int | None = None
     true_cfg_scale: float = 1.0
     timeout_s: float | None = None
@@ -85,12 +87,40 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request has its place and nothing is wrong with it. Told once, before anything else."""
+
+    usage: TokenUsage
+    num_steps: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """Emitted after each denoise step of one of a request's images."""
+    """Told after each denoise step of one of a request's images."""
 
     image_index: int
     step: int  # finished steps, 1-based
     num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What one of a request's images will probably look like. Told in order, never twice, and not after the image."""
+
+    image_index: int
+    pixels: np.ndarray  # as in `GeneratedImage`
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One of a request's images is done. Told once; the others may still be worked on."""
+
+    image_index: int
+    image: GeneratedImage
+
+
+RequestEvent = Admitted | Progress | Preview | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +156,8 @@ class PreparedRequest:
 
     `prompts` holds the conditional branch and, under guidance, the unconditional one. `sigmas` has one entry a step
     and the final one behind them. Image i starts from the noise of `seeds[i]`; `crop` cuts the asked-for rows and
-    columns out of the generated picture.
+    columns out of the generated picture. A preview of each image is due after each of `preview_steps`, which rise and
+    end before the last step.
     """
 
     request_id: str
@@ -137,6 +168,7 @@ class PreparedRequest:
     sigmas: tuple[float, ...]
     seeds: tuple[int, ...]
     true_cfg_scale: float
+    preview_steps: tuple[int, ...] = ()
     arrived_s: float = 0.0  # on the monotonic clock, which all processes of a machine share
     deadline_s: float | None = None
     priority: int = 0
@@ -153,6 +185,10 @@ class PreparedRequest:
     @property
     def num_branches(self) -> int:
         return len(self.prompts)
+
+    def decodes_after(self, step: int) -> int:
+        """How many pictures of one image are still to be decoded once `step` of its steps are done."""
+        return 1 + sum(preview_step > step for preview_step in self.preview_steps)
 
     @property
     def batch_key(self) -> BatchKey:

@@ -19,12 +19,12 @@ from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
 from engine.messages import DeviceMemory
 from engine.profile import Profile, measure
 from engine.request import PreparedRequest
-from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 from models.image_model import ImageModel
 from models.inputs import ConditionImage, TokenizedPrompt
 from models.prefix_kv import Prefix
 from models.rope import target_table
-from models.sampling import euler_update, guide, starting_noise
+from models.sampling import clean_estimate, euler_update, guide, starting_noise
 from models.tensor_cache import TensorCache
 
 CACHE_BYTES = 2**28  # of prompt embeddings, and again of condition latents
@@ -38,6 +38,7 @@ class _State:
     prefixes: list[Prefix] = field(default_factory=list)  # per branch
     rotary: list[Tensor] = field(default_factory=list)  # per branch: (2, target tokens, head_dim / 2)
     latents: list[Tensor] = field(default_factory=list)  # per image: (tokens, channels)
+    estimates: dict[int, Tensor] = field(default_factory=dict)  # per image with a preview to decode: (tokens, channels)
     images_done: int = 0
 
 
@@ -116,7 +117,11 @@ class Runner:
             case DenoiseStep():
                 self._denoise(work.samples)
             case DecodeImage():
-                return self._decode(self._states[work.request_id], work.image_index)
+                state = self._states[work.request_id]
+                return self._decode(state, state.latents[work.image_index])
+            case DecodePreview():
+                state = self._states[work.request_id]
+                return self._decode(state, state.estimates[work.image_index])
         return None
 
     def _encode(self, state: _State) -> None:
@@ -169,7 +174,7 @@ class Runner:
             rotary += state.rotary
             prefixes += state.prefixes
         velocity, self.shortcut = self._decoder.decode(rows, sigmas, rotary, prefixes)
-        row, updated = 0, []
+        row, updated, estimates = 0, [], {}
         for sample in samples:
             state = self._states[sample.request_id]
             sigma, next_sigma = state.request.sigmas[sample.step : sample.step + 2]
@@ -177,18 +182,22 @@ class Runner:
             if state.request.num_branches > 1:
                 predicted = guide(predicted, velocity[row + 1], state.request.true_cfg_scale)
             row += state.request.num_branches
+            if sample.step + 1 in state.request.preview_steps:
+                estimates[sample] = clean_estimate(state.latents[sample.image_index], predicted, sigma)
             updated.append(euler_update(state.latents[sample.image_index], predicted, sigma, next_sigma))
         for sample, latents in zip(samples, updated, strict=True):
             state = self._states[sample.request_id]
             state.latents[sample.image_index] = latents
+            if sample in estimates:
+                state.estimates[sample.image_index] = estimates[sample]
             if sample.step + 1 == state.request.num_steps:
                 state.images_done += 1
             if state.images_done == state.request.num_images:
                 state.prefixes, state.rotary = [], []
 
-    def _decode(self, state: _State, image_index: int) -> np.ndarray:
+    def _decode(self, state: _State, latents: Tensor) -> np.ndarray:
         grid = state.request.target_grid
-        latents = state.latents[image_index].T.unflatten(1, (grid.height, grid.width)).unsqueeze(0)
+        latents = latents.T.unflatten(1, (grid.height, grid.width)).unsqueeze(0)
         if not bool(latents.isfinite().all()):
             raise GenerationFailed("The model produced no finite picture for this request.")
         pixels = self._model.vae.decode(latents)[0].permute(1, 2, 0)

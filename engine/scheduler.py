@@ -10,7 +10,8 @@ the same key ride along in its steps while the token budget, beyond which a batc
 Preemption costs nothing, since a request's state between steps is its latents and a step index.
 
 Between two steps of a leader at most one encode or decode is run for anybody else: of a request that is about to join,
-or of a finished picture.
+of a finished picture, or else of a preview. A preview that is still waiting when the next one of its picture is due
+gives way to it, and to the picture itself.
 
 Memory is admitted in bytes. A leader that needs more than is free takes the prefix KV of the lowest-ranked waiting
 request, which prefills again when its turn comes. Nothing is lost, and the budget is never exceeded.
@@ -28,7 +29,7 @@ from engine.batching import BatchKey
 from engine.cost_model import CostModel
 from engine.memory import UNLIMITED, MemoryModel
 from engine.request import PreparedRequest
-from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 
 SAME_LENGTH = 1.25  # a factor
 
@@ -87,7 +88,8 @@ class _Entry:
 
     @property
     def remaining_s(self) -> float:
-        remaining_s = self.steps_left * self.step_s + (self.request.num_images - self.decoded) * self.decode_s
+        decodes_left = sum(self.request.decodes_after(step) for step in self.steps_done) - self.decoded
+        remaining_s = self.steps_left * self.step_s + decodes_left * self.decode_s
         if self.phase is not Phase.DENOISE:
             remaining_s += self.prefill_s
         if self.phase is Phase.ENCODE:
@@ -110,6 +112,7 @@ class Scheduler:
         self._memory = memory
         self._entries: dict[str, _Entry] = {}
         self._to_decode: deque[DecodeImage] = deque()
+        self._previews: dict[tuple[str, int], DecodePreview] = {}  # the newest of each picture; first in, first out
         self._serial = 0
         self._quantum_used = False  # an encode or decode ran since the last step
         # Little changes from one step to the next, so what takes a look at every request is kept while it holds: their
@@ -121,7 +124,8 @@ class Scheduler:
     def __repr__(self) -> str:
         phases = [entry.phase.name for entry in self._entries.values()]
         counts = ", ".join(f"{phases.count(phase.name)} {phase.name.lower()}" for phase in Phase)
-        return f"<Scheduler: {counts}, {len(self._to_decode)} to decode, {self.held_bytes} bytes>"
+        to_decode = f"{len(self._to_decode)} to decode, {len(self._previews)} to preview"
+        return f"<Scheduler: {counts}, {to_decode}, {self.held_bytes} bytes>"
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -164,6 +168,7 @@ class Scheduler:
         """Forget a request in whatever state it is; False when it is not here."""
         self._to_decode = deque(work for work in self._to_decode if work.request_id != request_id)
         self._order_ends_s = -math.inf
+        self._previews = {key: work for key, work in self._previews.items() if work.request_id != request_id}
         return self._entries.pop(request_id, None) is not None
 
     def isolate(self, request_id: str) -> None:
@@ -184,8 +189,8 @@ class Scheduler:
         ranked = self._ranked(now_s)
         leader = next((entry for entry in ranked if entry.state_bytes or self._may_start(entry)), None)
         step_is_due = self._quantum_used and leader is not None and leader.phase is Phase.DENOISE
-        if self._to_decode and not step_is_due:
-            return self._to_decode[0]
+        if not step_is_due and (decode := self._next_decode()) is not None:
+            return decode
         if leader is None:
             return None
         if leader.phase is not Phase.DENOISE:
@@ -194,7 +199,7 @@ class Scheduler:
 
     def complete(self, work: Work) -> tuple[str, ...]:
         """Record that `work` was done; returns the requests that are thereby finished and forgotten."""
-        if isinstance(work, EncodePrompt | DecodeImage):
+        if isinstance(work, EncodePrompt | DecodeImage | DecodePreview):
             self._quantum_used = True
         if isinstance(work, DenoiseStep):
             self._quantum_used = False
@@ -214,6 +219,8 @@ class Scheduler:
             case DropPrefix():
                 entry.phase = Phase.PREFILL
                 entry.prefix_bytes = 0
+            case DecodePreview():
+                self._previews.pop((work.request_id, work.image_index), None)
             case DecodeImage():
                 return self._finish_image(entry, work)
         self._moved(entry)
@@ -265,6 +272,10 @@ class Scheduler:
         states = sum(other.state_bytes for other in started) + self._memory.state_bytes(entry.request)
         largest_prefix = max(self._memory.prefix_bytes(other.request) for other in (*started, entry))
         return states + largest_prefix <= self._memory.budget_bytes
+
+    def _next_decode(self) -> DecodeImage | DecodePreview | None:
+        """A finished picture, or else the preview that has waited the longest."""
+        return self._to_decode[0] if self._to_decode else next(iter(self._previews.values()), None)
 
     def _advance_leader(self, leader: _Entry, ranked: list[_Entry]) -> Work:
         needed, work = self._next_phase(leader)
@@ -329,10 +340,14 @@ class Scheduler:
         entry = self._entries.get(sample.request_id)
         if entry is None:
             return
-        entry.steps_done[sample.image_index] += 1
+        step = entry.steps_done[sample.image_index] = entry.steps_done[sample.image_index] + 1
+        picture = (sample.request_id, sample.image_index)
+        if step in entry.request.preview_steps:
+            self._previews[picture] = DecodePreview(*picture, step)
+        if step == entry.request.num_steps:
+            self._previews.pop(picture, None)
+            self._to_decode.append(DecodeImage(*picture))
         entry.steps_left -= 1
-        if entry.steps_done[sample.image_index] == entry.request.num_steps:
-            self._to_decode.append(DecodeImage(sample.request_id, sample.image_index))
         if not entry.steps_left:
             entry.prefix_bytes = 0  # the runner has let go of it as well
         self._moved(entry)

@@ -53,7 +53,16 @@ class DecodeImage:
     image_index: int
 
 
-Work = EncodePrompt | Prefill | DropPrefix | DenoiseStep | DecodeImage
+@dataclass(frozen=True, slots=True)
+class DecodePreview:
+    """Decode the clean estimate that was kept of one picture after its first `step` steps."""
+
+    request_id: str
+    image_index: int
+    step: int
+
+
+Work = EncodePrompt | Prefill | DropPrefix | DenoiseStep | DecodeImage | DecodePreview
 
 
 def request_ids(work: Work) -> tuple[str, ...]:

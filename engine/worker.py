@@ -21,6 +21,7 @@ from engine.messages import (
     Event,
     ImageReady,
     OutOfMemoryRetried,
+    PreviewReady,
     RequestFailed,
     Stop,
     Submit,
@@ -29,7 +30,7 @@ from engine.messages import (
 )
 from engine.request import PreparedRequest
 from engine.scheduler import Limits, Scheduler
-from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample, Work, request_ids
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, EncodePrompt, Prefill, Sample, Work, request_ids
 
 if TYPE_CHECKING:
     from engine.runner import Runner
@@ -129,6 +130,8 @@ class WorkerLoop:
         self._tell_memory()
         if isinstance(work, DecodeImage) and picture is not None:
             self._emit(ImageReady(work.request_id, work.image_index, picture))
+        if isinstance(work, DecodePreview) and picture is not None:
+            self._emit(PreviewReady(work.request_id, work.image_index, work.step, picture))
         for request_id in self._scheduler.complete(work):
             self._forget(request_id)
 
@@ -139,7 +142,7 @@ class WorkerLoop:
                 self._costs.correct(Measurement(WorkKind.ENCODE, encode_size(request), seconds))
             case Prefill():
                 self._costs.correct(Measurement(WorkKind.PREFILL, prefill_size(request), seconds))
-            case DecodeImage():
+            case DecodeImage() | DecodePreview():
                 self._costs.correct(Measurement(WorkKind.DECODE, decode_size(request), seconds))
             case DenoiseStep():
                 sizes = [self._step_sizes[sample.request_id] for sample in work.samples]

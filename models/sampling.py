@@ -51,6 +51,12 @@ def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     return uncond + scale * (cond - uncond)
 
 
+def clean_estimate(latents: Tensor, velocity: Tensor, sigma: float) -> Tensor:
+    """Where the velocity points from `latents` at `sigma`: the picture without its noise, as far as the network sees it
+    at this step. In the dtype of `latents`."""
+    return (latents.float() - sigma * velocity.float()).to(latents.dtype)
+
+
 def euler_update(latents: Tensor, velocity: Tensor, sigma: float, next_sigma: float) -> Tensor:
     """One step along the velocity, in float32, cast back to the dtype of `latents`."""
     return (latents.float() + (next_sigma - sigma) * velocity.float()).to(latents.dtype)

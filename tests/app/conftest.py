@@ -25,6 +25,7 @@ from engine.request import (
     GenerationParams,
     GenerationResult,
     ModelCard,
+    RequestEvent,
     RequestStatus,
     Timings,
     TokenUsage,
@@ -102,7 +103,7 @@ class GradientEngine:
         params: GenerationParams | Callable[[], GenerationParams],
         *,
         request_id: str,
-        on_progress: object = None,
+        on_event: Callable[[RequestEvent], None] = lambda event: None,
     ) -> GenerationResult:
         if self.is_full:
             raise QueueFull("The queue is full.", retry_after_s=1.0)

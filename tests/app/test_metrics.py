@@ -22,7 +22,7 @@ from engine.errors import (
     RequestCancelled,
 )
 from engine.messages import DeviceMemory, OutOfMemoryRetried, WorkDone
-from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample
+from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample
 from models.layout import Grid
 
 URL = "/v1/images/generations"
@@ -102,7 +102,8 @@ def test_work_is_counted():
         WorkDone(EncodePrompt("a"), 1.0),
         WorkDone(Prefill("a"), 2.0),
         WorkDone(step, 3.0, rows=2, tokens=32),
-        WorkDone(DecodeImage("a", 0), 4.0),
+        WorkDone(DecodeImage("a", 0), 3.0),
+        WorkDone(DecodePreview("a", 0, 1), 1.0),
         WorkDone(DropPrefix("a"), 9.0),
         OutOfMemoryRetried(),
         WorkerRestarted(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineState
 from engine.errors import EngineStopped, GenerationFailed, InvalidRequest, NotReady, QueueFull
-from engine.request import GenerationParams, Progress
+from engine.request import GenerationParams, Progress, RequestEvent
 from models.errors import CheckpointError
 from tests.engine.conftest import running
 from tests.oracle import psnr_db
@@ -21,6 +22,10 @@ from tests.pictures import photo
 
 SMALL = GenerationParams("a red circle", seed=1, size_px=(64, 64), num_steps=3)
 LONG = replace(SMALL, num_steps=200, size_px=(256, 256))
+
+
+def on_progress(act: Callable[[], None]) -> Callable[[RequestEvent], None]:
+    return lambda event: act() if isinstance(event, Progress) else None
 
 
 async def test_a_mixed_batch_equals_the_same_requests_alone(checkpoint: Path) -> None:
@@ -89,10 +94,11 @@ async def test_auto_size_follows_the_last_condition_image(checkpoint: Path) -> N
 
 
 async def test_progress_counts_every_step(checkpoint: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RequestEvent] = []
     async with running(checkpoint) as engine:
-        await engine.generate(replace(SMALL, num_images=2), request_id="r", on_progress=seen.append)
-    assert sorted((p.image_index, p.step, p.num_steps) for p in seen) == [
+        await engine.generate(replace(SMALL, num_images=2), request_id="r", on_event=seen.append)
+    progress = [event for event in seen if isinstance(event, Progress)]
+    assert sorted((p.image_index, p.step, p.num_steps) for p in progress) == [
         (image, step, 3) for image in (0, 1) for step in (1, 2, 3)
     ]
 
@@ -136,7 +142,7 @@ async def test_a_full_queue_refuses_and_a_cancelled_place_is_free_at_once(checkp
 async def test_cancelling_frees_the_worker_and_spares_the_neighbours(checkpoint: Path) -> None:
     started = asyncio.Event()
     async with running(checkpoint) as engine:
-        gone = asyncio.create_task(engine.generate(LONG, request_id="gone", on_progress=lambda _: started.set()))
+        gone = asyncio.create_task(engine.generate(LONG, request_id="gone", on_event=on_progress(started.set)))
         await started.wait()
         neighbour = asyncio.create_task(engine.generate(replace(LONG, num_steps=5), request_id="stays"))
         gone.cancel()
@@ -151,7 +157,7 @@ async def test_stop_drains_then_refuses(checkpoint: Path) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint), worker="inline"))
     await engine.start()
     started = asyncio.Event()
-    task = asyncio.create_task(engine.generate(SMALL, request_id="r", on_progress=lambda _: started.set()))
+    task = asyncio.create_task(engine.generate(SMALL, request_id="r", on_event=on_progress(started.set)))
     await started.wait()
     stopping = asyncio.create_task(engine.stop(drain_s=60))
     await asyncio.sleep(0)
@@ -166,7 +172,7 @@ async def test_stop_without_drain_fails_what_is_left(checkpoint: Path) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint), worker="inline"))
     await engine.start()
     started = asyncio.Event()
-    task = asyncio.create_task(engine.generate(LONG, request_id="r", on_progress=lambda _: started.set()))
+    task = asyncio.create_task(engine.generate(LONG, request_id="r", on_event=on_progress(started.set)))
     await started.wait()
     await engine.stop(drain_s=0)
     with pytest.raises(EngineStopped):

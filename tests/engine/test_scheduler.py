@@ -16,7 +16,17 @@ from engine.cost_model import CostModel
 from engine.memory import UNLIMITED, MemoryModel
 from engine.request import PreparedRequest
 from engine.scheduler import Limits, Policy, Scheduler
-from engine.work import DecodeImage, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work, request_ids
+from engine.work import (
+    DecodeImage,
+    DecodePreview,
+    DenoiseStep,
+    DropPrefix,
+    EncodePrompt,
+    Prefill,
+    Sample,
+    Work,
+    request_ids,
+)
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, prefix_layout
 
@@ -94,7 +104,9 @@ def test_a_late_request_joins_at_a_step_boundary() -> None:
 
 def test_no_step_waits_for_more_than_one_item_of_another_request() -> None:
     """Between two steps of the leader at most one encode, prefill or decode of somebody else runs."""
-    scheduler = scheduler_of(*(request(f"r{index}", steps=5 + index, images=2) for index in range(4)))
+    scheduler = scheduler_of(
+        *(request(f"r{index}", steps=5 + index, images=2, preview_steps=(1, 3)) for index in range(4))
+    )
     others = 0
     leading = False
     for item in drain(scheduler):
@@ -170,6 +182,30 @@ def test_finished_pictures_leave_before_more_steps() -> None:
     assert len(steps_of(work[finished:])) >= 3
 
 
+def test_previews_are_decoded_at_their_steps() -> None:
+    key = request("a").batch_key
+    assert drain(scheduler_of(request("a", steps=4, preview_steps=(1, 3))))[2:] == [
+        DenoiseStep(key, (Sample("a", 0, 0),)),
+        DecodePreview("a", 0, 1),
+        DenoiseStep(key, (Sample("a", 0, 1),)),
+        DenoiseStep(key, (Sample("a", 0, 2),)),
+        DecodePreview("a", 0, 3),
+        DenoiseStep(key, (Sample("a", 0, 3),)),
+        DecodeImage("a", 0),
+    ]
+
+
+def test_a_late_preview_gives_way_to_the_next_and_to_the_picture() -> None:
+    """Pictures of one batch reach their previews together, and only one decode fits between two steps."""
+    work = drain(scheduler_of(request("a", images=6, steps=4, preview_steps=(1, 2))))
+    previews = [item for item in work if isinstance(item, DecodePreview)]
+    assert len(previews) == 3  # after steps 1, 2 and 3
+    assert [preview.step for preview in previews] == [1, 2, 2]
+    assert len({preview.image_index for preview in previews}) == 3
+    last = max(index for index, item in enumerate(work) if isinstance(item, DenoiseStep))
+    assert all(isinstance(item, DecodeImage) for item in work[last + 1 :]) and len(work[last + 1 :]) == 6
+
+
 def test_deadlines_end_what_can_not_be_in_time() -> None:
     costs = CostModel()
     hopeless = request("hopeless", steps=100, deadline_s=10.0)
@@ -233,6 +269,7 @@ REQUESTS = st.builds(
     prompt_len=st.integers(1, 30),
     priority=st.integers(-1, 1),
     alone=st.booleans(),
+    preview_steps=st.sampled_from([(), (1,), (1, 2), (1, 2, 3)]),
 )
 
 
@@ -260,6 +297,7 @@ def test_nothing_is_lost_duplicated_or_over_a_bound(
     alive: dict[str, PreparedRequest] = {}
     steps: Counter[tuple[str, int]] = Counter()
     decoded: Counter[tuple[str, int]] = Counter()
+    previewed: dict[tuple[str, int], int] = {}
     prefilled: set[str] = set()
     now_s = 0.0
 
@@ -281,6 +319,11 @@ def test_nothing_is_lost_duplicated_or_over_a_bound(
             prefilled.remove(work.request_id)
         if isinstance(work, DecodeImage):
             decoded[work.request_id, work.image_index] += 1
+        if isinstance(work, DecodePreview):
+            picture = work.request_id, work.image_index
+            assert work.step in alive[work.request_id].preview_steps
+            assert previewed.get(picture, 0) < work.step <= steps[picture] < alive[work.request_id].num_steps
+            previewed[picture] = work.step
         if isinstance(work, DenoiseStep):
             rows = sum(alive[sample.request_id].num_branches for sample in work.samples)
             tokens = rows * work.key.target_grid.num_tokens
