@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from app.dependencies import Services
 from app.errors import install_handlers
+from app.links import Links
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
-from app.routes import health, images, metrics, models, requests
+from app.routes import files, health, images, metrics, models, requests
 from app.settings import Settings
 from engine.engine import Engine
 from models.errors import CheckpointError
@@ -29,23 +31,29 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     and exits non-zero. `app.state.drain` is a coroutine function, there once the application has started.
     """
     app = FastAPI(title="Easel", docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
-    app.state.settings = settings
-    app.state.metrics = Metrics()
-    app.state.engine = engine or Engine(settings.engine_config(), observe=app.state.metrics.observe)
-    app.state.metrics.watch(app.state.engine)
+    counted = Metrics()
+    services = Services(
+        settings=settings,
+        engine=engine or Engine(settings.engine_config(), observe=counted.observe),
+        metrics=counted,
+        links=Links(max_bytes=settings.link_store_bytes, lifetime_s=settings.link_seconds),
+    )
+    counted.watch(services.engine)
+    app.state.services = services
+    app.state.engine = services.engine
     app.state.created = int(time.time())
     app.state.failure = None
     app.state.stop_server = lambda: None
 
     install_handlers(app)
-    for routes in (images, requests, models, health, metrics):
+    for routes in (images, files, requests, models, health, metrics):
         app.include_router(routes.router)
 
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the outermost
     if settings.api_key:
         keys = [key.get_secret_value() for key in settings.api_key]
         open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES
-        app.add_middleware(Authentication, keys=keys, open_paths=open_paths)
+        app.add_middleware(Authentication, keys=keys, open_paths=open_paths, admits_link=services.links.admits)
     app.add_middleware(RequestContext)
     return app
 
@@ -53,7 +61,8 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load in the background, so that the probes answer meanwhile; at the end, let admitted work finish."""
-    engine: Engine = app.state.engine
+    services: Services = app.state.services
+    engine = services.engine
 
     def give_up(reason: str) -> None:
         app.state.failure = reason
@@ -77,7 +86,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     async def drain() -> None:
         loading.cancel()
         await asyncio.wait({loading})
-        await engine.stop(app.state.settings.drain_seconds)
+        await engine.stop(services.settings.drain_seconds)
 
     app.state.drain = drain
     yield

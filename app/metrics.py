@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
+from types import TracebackType
+from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect
@@ -40,6 +40,40 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+class Counting:
+    """Around the answer to one request: counts it by the way it ends, and times it if it gets its pictures.
+
+    An answer that is still being made when its route returns is `postponed`: the route's own `with` then counts
+    nothing, unless it ends in an error, and whoever makes the answer enters it again.
+    """
+
+    def __init__(self, requests: Counter, latency: Histogram, endpoint: str) -> None:
+        self._requests, self._latency, self._endpoint = requests, latency, endpoint
+        self._started_s = time.perf_counter()
+        self._postponed = False
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def postpone(self) -> None:
+        self._postponed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._requests.labels(self._endpoint, outcome_of(error)).inc()
+        elif self._postponed:
+            self._postponed = False
+        else:
+            self._requests.labels(self._endpoint, Outcome.OK).inc()
+            self._latency.observe(self.elapsed_s)
+
+
 class Metrics:
     """Counts what the engine tells (`observe`) and how requests end (`counting`)."""
 
@@ -60,6 +94,9 @@ class Metrics:
         self._latency = self._histogram("request_latency_seconds", "From the call to its pictures.", REQUEST_SECONDS)
         self._queue_wait = self._histogram(
             "queue_wait_seconds", "Time in which nothing of a request ran.", REQUEST_SECONDS
+        )
+        self._first_partial = self._histogram(
+            "time_to_first_partial_seconds", "From the call to the first partial picture.", REQUEST_SECONDS
         )
         self._encode = self._histogram("encode_seconds", "Encoding of a prompt and its images.", ITEM_SECONDS)
         self._prefill = self._histogram("prefill_seconds", "Prefill of a request's prefix.", ITEM_SECONDS)
@@ -112,20 +149,13 @@ class Metrics:
             case WorkerRestarted():
                 self._restarts.inc()
 
-    @contextmanager
-    def counting(self, endpoint: str) -> Iterator[None]:
-        """Count the request that is answered inside, by the way it ends; time it if it gets its pictures."""
-        started_s = time.perf_counter()
-        outcome = Outcome.FAILED
-        try:
-            yield
-            outcome = Outcome.OK
-            self._latency.observe(time.perf_counter() - started_s)
-        except (Exception, asyncio.CancelledError) as error:
-            outcome = outcome_of(error)
-            raise
-        finally:
-            self._requests.labels(endpoint, outcome).inc()
+    def counting(self, endpoint: str) -> Counting:
+        """For the request that is answered inside it."""
+        return Counting(self._requests, self._latency, endpoint)
+
+    def first_partial(self, seconds: float) -> None:
+        """Note how long a client waited for the first partial picture of its request."""
+        self._first_partial.observe(seconds)
 
     def delivered(self, result: GenerationResult, file_s: float) -> None:
         """Count the pictures of an answer that is ready to be sent."""

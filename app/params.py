@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Literal
 
 from PIL import Image
 
+from app.answers import EffectiveQuality
 from app.errors import ApiError, invalid, printable
 from app.images import Background, OutputFormat
 from app.schemas import ImageRequest
@@ -25,8 +25,6 @@ ANSWER_S, ANSWER_SHARE = 0.5, 0.1  # of an announced read timeout, kept for the 
 MAX_NAMED = 20  # unknown fields that one answer warns of
 STEP_SHARE = {"medium": 0.60, "low": 0.35}
 NO_EFFECT = {"moderation": "auto", "style": None, "input_fidelity": None}  # and the value that asks for nothing
-
-EffectiveQuality = Literal["low", "medium", "high"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +80,7 @@ def params_from(request: ImageRequest, settings: Settings, card: ModelCard) -> t
         size_px=size_px,
         resolution_px=resolution_px,
         num_images=num_images,
+        num_previews=(request.partial_images or 0) if request.stream else 0,
         num_steps=num_steps,
         true_cfg_scale=1.0 if request.true_cfg_scale is None else request.true_cfg_scale,
         timeout_s=request.timeout_s,
@@ -178,4 +177,7 @@ def ignored_fields(request: ImageRequest) -> list[str]:
             warnings.append(f"'{name}' has no effect here.")
     if request.output_compression not in (None, 100) and request.output_format in (None, "png"):
         warnings.append("'output_compression' has no effect on png.")
+    if not request.stream:
+        without = [name for name in ("partial_images", "stream_options") if getattr(request, name)]
+        warnings += [f"'{name}' has no effect without 'stream'." for name in without]
     return warnings

@@ -1,39 +1,86 @@
-"""From the engine's result to the answer's bytes."""
+"""From the engine's pictures to the bytes that a client gets. Slow: all of it belongs in a thread."""
 
 from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from app.answers import (
+    EffectiveBackground,
+    ImagesResponse,
+    InlineImage,
+    InputTokensDetails,
+    LinkedImage,
+    OutputTokensDetails,
+    RequestMetrics,
+    Usage,
+)
 from app.images import encode
+from app.links import PictureFile
 from app.params import OutputOptions
-from app.schemas import ImageData, ImagesResponse, InputTokensDetails, OutputTokensDetails, RequestMetrics, Usage
 from engine.request import GenerationResult, Timings, TokenUsage
 
+Publish = Callable[[PictureFile], str]  # keeps a file and returns its link
 
-def render(result: GenerationResult, options: OutputOptions, warnings: Sequence[str]) -> tuple[bytes, float]:
-    """The JSON body of OpenAI's image answer, and the seconds that its files took: run it in a thread."""
-    started_s = time.perf_counter()
-    files = [encode(image.pixels, options.format, options.background, options.compression) for image in result.images]
-    file_s = time.perf_counter() - started_s
-    height_px, width_px, _ = result.images[0].pixels.shape
-    answer = ImagesResponse(
-        created=int(time.time()),
-        data=[
-            ImageData(b64_json=base64.b64encode(file.data).decode(), seed=image.seed)
-            for file, image in zip(files, result.images, strict=True)
-        ],
-        background="transparent" if any(file.transparent for file in files) else "opaque",
-        output_format=options.format,
-        quality=options.quality,
-        size=f"{width_px}x{height_px}",
-        usage=usage_of(result.usage),
-        model=options.model,
-        warnings=[*warnings, *result.warnings],
-        metrics=metrics_of(result.timings, file_s),
-    )
-    return answer.model_dump_json().encode(), file_s
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A picture as its client gets it: the file, or its link instead."""
+
+    file: PictureFile
+    background: EffectiveBackground
+    size: str
+    b64_json: str | None
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Writes pictures the way one request asks for. Without `publish` they go inline."""
+
+    options: OutputOptions
+    publish: Publish | None
+
+    def picture(self, pixels: np.ndarray) -> Rendered:
+        options = self.options
+        encoded = encode(pixels, options.format, options.background, options.compression)
+        file = PictureFile(encoded.data, options.format)
+        return Rendered(
+            file,
+            background="transparent" if encoded.transparent else "opaque",
+            size=f"{pixels.shape[1]}x{pixels.shape[0]}",
+            b64_json=None if self.publish else base64.b64encode(file.data).decode(),
+            url=self.publish(file) if self.publish else None,
+        )
+
+    def answer(self, result: GenerationResult, warnings: Sequence[str]) -> tuple[bytes, float]:
+        """The JSON body of OpenAI's image answer, and the seconds that its files took."""
+        started_s = time.perf_counter()
+        pictures = [self.picture(image.pixels) for image in result.images]
+        file_s = time.perf_counter() - started_s
+        answer = ImagesResponse(
+            created=int(time.time()),
+            data=[image_data(picture, image.seed) for picture, image in zip(pictures, result.images, strict=True)],
+            background="transparent" if any(p.background == "transparent" for p in pictures) else "opaque",
+            output_format=self.options.format,
+            quality=self.options.quality,
+            size=pictures[0].size,
+            usage=usage_of(result.usage),
+            model=self.options.model,
+            warnings=[*warnings, *result.warnings],
+            metrics=metrics_of(result.timings, file_s),
+        )
+        return answer.model_dump_json().encode(), file_s
+
+
+def image_data(picture: Rendered, seed: int) -> InlineImage | LinkedImage:
+    if picture.url is not None:
+        return LinkedImage(url=picture.url, seed=seed)
+    return InlineImage(b64_json=picture.b64_json or "", seed=seed)
 
 
 def metrics_of(timings: Timings, file_s: float) -> RequestMetrics:

@@ -7,6 +7,7 @@ settings or on the model is checked in `app.params`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -25,6 +26,8 @@ JSON_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{,]', re.DOTALL)  # a string,
 FORM = "form"  # the validation context of a form
 JSON_SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?")
 
+OBJECT_FIELDS = ("stream_options",)
+
 Quality = Literal["auto", "standard", "high", "hd", "max", "xhigh", "medium", "low"]
 
 
@@ -32,6 +35,14 @@ def from_form(value: object, info: ValidationInfo) -> object:
     """Read the JSON literal in a form's text; whatever else it holds is left for the strict type to refuse."""
     if info.context == FORM and isinstance(value, str) and JSON_SCALAR.fullmatch(value):
         return json.loads(value)
+    return value
+
+
+def object_from_form(value: object, info: ValidationInfo) -> object:
+    """Read the JSON object in a form's text."""
+    if info.context == FORM and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 
@@ -69,6 +80,16 @@ FormLiteral = BeforeValidator(from_form)  # last in a type, so that the limits b
 Name = Annotated[str, Field(max_length=512)]
 
 
+class StreamOptions(BaseModel):
+    """What a stream carries besides pictures."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_progress: Annotated[bool, FormLiteral] | None = Field(
+        None, description="Also send `image_generation.progress` or `image_edit.progress` events."
+    )
+
+
 class ImageRequest(BaseModel):
     """A request for pictures. null means the same as leaving the field out."""
 
@@ -84,9 +105,14 @@ class ImageRequest(BaseModel):
     output_compression: Annotated[int, Field(ge=0, le=100), FormLiteral] | None = Field(
         None, description="Quality of webp and jpeg; 100 if absent."
     )
-    response_format: Annotated[Literal["b64_json"], BeforeValidator(unsupported("url"))] | None = None
-    stream: Annotated[bool, AfterValidator(unsupported(True)), FormLiteral] | None = None
-    partial_images: Annotated[int, Field(ge=0, le=3), AfterValidator(unsupported(1, 2, 3)), FormLiteral] | None = None
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="`url`: links that expire instead of the pictures themselves."
+    )
+    stream: Annotated[bool, FormLiteral] | None = Field(None, description="Send events instead of one answer.")
+    partial_images: Annotated[int, Field(ge=0, le=3), FormLiteral] | None = Field(
+        None, description="How many pictures of each image a stream shows while it is being made."
+    )
+    stream_options: Annotated[StreamOptions, BeforeValidator(object_from_form)] | None = None
     mask: Annotated[None, BeforeValidator(refuse_any)] = None
     markup: Annotated[None, BeforeValidator(refuse_any)] = None
 
@@ -138,13 +164,24 @@ def refuse_crowd(body: bytes) -> None:
         raise invalid("The JSON body holds too many values.", code="invalid_json")
 
 
+def put_field(values: dict[str, object], name: str, text: str) -> None:
+    """Put a form's field in its place: `stream_options[include_progress]` is a field of an object."""
+    outer, _, inner = name.removesuffix("]").partition("[")
+    if outer in OBJECT_FIELDS and name == f"{outer}[{inner}]":
+        fields = values.setdefault(outer, {})
+        if isinstance(fields, dict):
+            fields[inner] = text
+    else:
+        values[name] = text
+
+
 def parse_form(texts: dict[bytes, bytes], *, keep_unknown: bool) -> ImageRequest:
     """Judge the text fields of a form, as `parse_json` does a body."""
-    values = {}
+    values: dict[str, object] = {}
     for name_bytes, value in texts.items():
         name = name_bytes.decode("utf-8", errors="replace")
         try:
-            values[name] = value.decode()
+            put_field(values, name, value.decode())
         except UnicodeDecodeError as error:
             if name not in ImageRequest.model_fields:
                 raise invalid(
@@ -155,73 +192,3 @@ def parse_form(texts: dict[bytes, bytes], *, keep_unknown: bool) -> ImageRequest
         return ImageRequest.model_validate(values, extra="allow" if keep_unknown else "forbid", context=FORM)
     except ValidationError as error:
         raise from_validation(error) from error
-
-
-class ImageData(BaseModel):
-    """One picture, and the seed that draws it again."""
-
-    b64_json: str
-    seed: int
-
-
-class InputTokensDetails(BaseModel):
-    text_tokens: int
-    image_tokens: int
-
-
-class OutputTokensDetails(BaseModel):
-    image_tokens: int
-    text_tokens: int
-
-
-class Usage(BaseModel):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class RequestMetrics(BaseModel):
-    """Where the time went. `batch_size` is the mean number of pictures that shared a denoise step."""
-
-    queue_seconds: float
-    encode_seconds: float
-    prefill_seconds: float
-    steps_seconds: float
-    decode_seconds: float
-    file_seconds: float
-    batch_size: float
-
-
-class ImagesResponse(BaseModel):
-    """OpenAI's answer, with `model`, `warnings`, `metrics` and the seeds on top."""
-
-    created: int
-    data: list[ImageData]
-    background: Literal["transparent", "opaque"]
-    output_format: OutputFormat
-    quality: Literal["low", "medium", "high"]
-    size: str
-    usage: Usage
-    model: str
-    warnings: list[str]
-    metrics: RequestMetrics
-
-
-class RequestState(BaseModel):
-    """Where a request is. `position` is 0 while it runs; steps count over all its pictures."""
-
-    id: str
-    object: Literal["image.request"] = "image.request"
-    status: Literal["running", "queued"]
-    position: int
-    step: int
-    num_steps: int
-    eta_seconds: float
-
-
-class RequestDeleted(BaseModel):
-    id: str
-    object: Literal["image.request"] = "image.request"
-    deleted: Literal[True] = True

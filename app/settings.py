@@ -104,6 +104,18 @@ class Settings(BaseSettings):
     unknown_fields: Literal["error", "warn"] = Field(
         "error", description="Whether a request field that nobody knows is refused or only named in warnings."
     )
+    public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$")] | None = Field(
+        None, description="Address of this service in links to pictures; unset means the one that the client used."
+    )
+    link_seconds: float = Field(
+        3600.0, gt=0, allow_inf_nan=False, description="Time for which a link to a picture holds."
+    )
+    link_store_bytes: int = Field(
+        512 * 2**20, ge=1, description="Memory for the pictures behind links; the oldest give way to new ones."
+    )
+    heartbeat_seconds: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="A stream with nothing to tell sends a comment this often."
+    )
     drain_seconds: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="Time that running requests get to finish at shutdown."
     )

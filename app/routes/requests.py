@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from app.answers import RequestDeleted, RequestState
 from app.dependencies import EngineDep
 from app.errors import ApiError, ErrorBody
-from app.schemas import RequestDeleted, RequestState
 
 router = APIRouter(prefix="/v1/images/requests", tags=["requests"], responses={404: {"model": ErrorBody}})
 

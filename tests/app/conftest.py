@@ -21,10 +21,14 @@ from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import NotReady, QueueFull, RequestCancelled
 from engine.request import (
+    Admitted,
+    Finished,
     GeneratedImage,
     GenerationParams,
     GenerationResult,
     ModelCard,
+    Preview,
+    Progress,
     RequestEvent,
     RequestStatus,
     Timings,
@@ -35,7 +39,8 @@ from engine.request import (
 class GradientEngine:
     """The engine's interface with no model: a picture depends on size and seed alone, and comes at once.
 
-    Clear `may_finish` to hold requests back; set `error` to fail them, `load_error` to fail the start.
+    Previews come on admission. Clear `may_finish` to hold requests back; set `error` to fail them, `load_error` to fail
+    the start.
     """
 
     def __init__(self) -> None:
@@ -109,6 +114,17 @@ class GradientEngine:
             raise QueueFull("The queue is full.", retry_after_s=1.0)
         if callable(params):
             params = await asyncio.to_thread(params)
+        width, height = params.size_px or (64, 64)
+        usage = TokenUsage(
+            text_tokens=7,
+            condition_image_tokens=3 * len(params.condition_images),
+            output_image_tokens=16 * params.num_images,
+        )
+        on_event(Admitted(usage, params.num_steps or 50, ()))
+        for step in range(params.num_previews):
+            for index in range(params.num_images):
+                on_event(Progress(index, step + 1, 50))
+                on_event(Preview(index, self.draw(width, height, 100 + step)))
         self.received.append(params)
         self.request_ids.append(request_id)
         cancelled = self.pending[request_id] = asyncio.get_running_loop().create_future()
@@ -125,12 +141,10 @@ class GradientEngine:
             del self.pending[request_id]
         if self.error:
             raise self.error
-        width, height = params.size_px or (64, 64)
         seeds = [(params.seed + i) % 2**32 for i in range(params.num_images)]
         images = tuple(GeneratedImage(self.draw(width, height, seed), seed) for seed in seeds)
-        usage = TokenUsage(
-            text_tokens=7, condition_image_tokens=3 * len(params.condition_images), output_image_tokens=16
-        )
+        for index, image in enumerate(images):
+            on_event(Finished(index, image))
         timings = Timings(queue_s=0.5, encode_s=0.25, prefill_s=0.125, steps_s=2.0, decode_s=1.0, batch_size=1.5)
         return GenerationResult(images, usage, params.num_steps or 50, (), timings)
 

@@ -90,9 +90,7 @@ async def test_unknown_form_field_is_named(connect, refused, png):
     assert "lora" in response.json()["warnings"][0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("mask", b"\x89PNG"), ("mask", b"x" * 300_000), ("markup", b"x"), ("stream", b"true")]
-)
+@pytest.mark.parametrize(("name", "value"), [("mask", b"\x89PNG"), ("mask", b"x" * 300_000), ("markup", b"x")])
 async def test_what_is_not_supported_yet_says_so(client, refused, png, name, value):
     body = form(part("image", png), part("prompt", b"a"), part(name, value))
     refused(await client.post(URL, content=body, headers=FORM), 400, param=name, code="unsupported_parameter")
@@ -114,7 +112,7 @@ async def test_missing_prompt_is_400(client, refused, png):
 
 
 async def test_fifth_image_is_refused_before_any_is_decoded(client, refused, monkeypatch):
-    monkeypatch.setattr("app.routes.images.decode_upload", pytest.fail)
+    monkeypatch.setattr("app.orders.decode_upload", pytest.fail)
     files = [("image[]", b"junk")] * 5
     refused(await client.post(URL, data={"prompt": "a"}, files=files), 400, param="image", code="too_many_images")
 
@@ -126,12 +124,12 @@ async def test_four_images_are_taken(client, engine, png):
 
 
 async def test_bad_fields_are_refused_before_any_image_is_decoded(client, refused, monkeypatch):
-    monkeypatch.setattr("app.routes.images.decode_upload", pytest.fail)
+    monkeypatch.setattr("app.orders.decode_upload", pytest.fail)
     refused(await client.post(URL, data={"prompt": "a", "n": "11"}, files={"image": b"junk"}), 400, param="n")
 
 
 async def test_full_queue_refuses_before_any_image_is_decoded(client, engine, refused, monkeypatch):
-    monkeypatch.setattr("app.routes.images.decode_upload", pytest.fail)
+    monkeypatch.setattr("app.orders.decode_upload", pytest.fail)
     engine.is_full = True
     refused(await client.post(URL, data={"prompt": "a"}, files={"image": b"junk"}), 429, code="queue_full")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from app import image_events, orders, render
 from app.main import create_app
-from app.routes import images as image_routes
 from app.settings import Settings
 from engine.errors import (
     DeadlineExceeded,
@@ -46,7 +47,7 @@ async def test_an_unsafe_request_id_is_replaced(client, own_id):
 def routes_of(app):
     """Every (method, path) of the application, with something in place of path parameters, and paths it lacks."""
     table = [
-        (method, route.path.replace("{model:path}", "x").replace("{request_id}", "x"))
+        (method, re.sub(r"\{[^}]+\}", "x", route.path))
         for route in iter_route_contexts(app.routes)
         for method in route.methods
     ]
@@ -165,9 +166,10 @@ async def test_body_at_the_limit_is_taken(connect):
     assert (await client.post(URL, content=body + b" ", headers=headers)).status_code == 413
 
 
-async def test_pictures_are_decoded_and_encoded_off_the_event_loop(client, engine, png, monkeypatch):
+@pytest.mark.parametrize("stream", ["false", "true"])
+async def test_pictures_are_decoded_and_encoded_off_the_event_loop(client, engine, png, monkeypatch, stream):
     seen = {}
-    for module, name in ((image_routes, "decode_upload"), (image_routes, "render")):
+    for module, name in ((orders, "decode_upload"), (render, "encode"), (image_events, "event")):
         original = getattr(module, name)
 
         def spy(*args, _original=original, _name=name, **options):
@@ -175,7 +177,8 @@ async def test_pictures_are_decoded_and_encoded_off_the_event_loop(client, engin
             return _original(*args, **options)
 
         monkeypatch.setattr(module, name, spy)
-    response = await client.post("/v1/images/edits", data={"prompt": "a"}, files={"image": png})
+    fields = {"prompt": "a", "stream": stream, "partial_images": "1"}
+    response = await client.post("/v1/images/edits", data=fields, files={"image": png})
     assert response.status_code == 200
-    assert seen.keys() == {"decode_upload", "render"}
+    assert seen.keys() == {"decode_upload", "encode", *(["event"] if stream == "true" else [])}
     assert threading.main_thread() not in seen.values()
