@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pybase64
+from pydantic_core import to_json
 
 from app.answers import (
     EffectiveBackground,
@@ -53,7 +54,7 @@ class Renderer:
             file,
             background="transparent" if encoded.transparent else "opaque",
             size=f"{pixels.shape[1]}x{pixels.shape[0]}",
-            b64_json=None if self.publish else base64.b64encode(file.data).decode(),
+            b64_json=None if self.publish else pybase64.b64encode_as_string(file.data),
             url=self.publish(file) if self.publish else None,
         )
 
@@ -74,7 +75,7 @@ class Renderer:
             warnings=[*warnings, *result.warnings],
             metrics=metrics_of(result.timings, file_s),
         )
-        return answer.model_dump_json().encode(), file_s
+        return to_json(answer), file_s
 
 
 def image_data(picture: Rendered, seed: int) -> InlineImage | LinkedImage:
