@@ -55,6 +55,7 @@ class IdleRunner:
     is done at once."""
 
     shortcut = ""
+    runs_ahead = False
 
     def __init__(self, token_budget: int) -> None:
         self._token_budget = token_budget

@@ -7,7 +7,9 @@ item either happens as a whole or not at all, so it can be tried again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +44,17 @@ class _State:
     images_done: int = 0
 
 
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """The device's errors as the engine's."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceOutOfMemory from error
+    except torch.AcceleratorError as error:
+        raise DeviceLost(str(error)) from error
+
+
 class Runner:
     """Holds the networks and the device state of every request that has been started."""
 
@@ -54,6 +67,8 @@ class Runner:
         self._prompts = TensorCache(CACHE_BYTES)
         self._images = TensorCache(CACHE_BYTES)
         self._states: dict[str, _State] = {}
+        self._on_cuda = model.device.type == "cuda"
+        self._started: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # steps: begin and end
 
     def __repr__(self) -> str:
         prefix_bytes = sum(prefix.num_bytes for state in self._states.values() for prefix in state.prefixes)
@@ -80,20 +95,36 @@ class Runner:
 
         Raises `DeviceOutOfMemory`, `DeviceLost`, `GenerationFailed`, or whatever else went wrong inside.
         """
-        try:
-            with torch.inference_mode():
-                result = self._run(work)
-            if self._model.device.type == "cuda":
+        with _device_errors(), torch.inference_mode():
+            result = self._run(work)
+            if self._on_cuda:
                 torch.cuda.synchronize(self._model.device)
-        except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory from error
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
         return result
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `start` returns before its step is done."""
+        return self._on_cuda
+
+    def start(self, step: DenoiseStep) -> None:
+        """Queue a step on the device, behind at most one that has not been finished. Raises like `run`."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with _device_errors(), torch.inference_mode():
+            begin.record()
+            self._run(step)
+            end.record()
+        self._started.append((begin, end))
+
+    def finish(self) -> float:
+        """Wait for the first started step; the seconds that the device took. Raises `DeviceLost`."""
+        begin, end = self._started.popleft()
+        with _device_errors():
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000
 
     def device_memory(self) -> DeviceMemory | None:
         """What is held of the device now; None where that is the host's memory."""
-        if self._model.device.type != "cuda":
+        if not self._on_cuda:
             return None
         device = self._model.device
         _, total = torch.cuda.mem_get_info(device)
@@ -103,7 +134,7 @@ class Runner:
         """Give what the allocator keeps for later back to the device."""
         for cache in (self._decoder, self._prompts, self._images):
             cache.clear()
-        if self._model.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.empty_cache()
 
     def _run(self, work: Work) -> np.ndarray | None:
@@ -153,8 +184,8 @@ class Runner:
         prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
             prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout))
-            table = target_table(request.target_grid, prompt.layout.target_position, transformer.config.axes_dims_rope)
-            rotary.append(table.to(device))
+            position = prompt.layout.target_position
+            rotary.append(target_table(request.target_grid, position, transformer.config.axes_dims_rope, device))
         if not state.latents:
             channels = transformer.config.in_channels
             noise = [starting_noise(seed, request.target_grid, channels) for seed in request.seeds]

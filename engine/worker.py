@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.cost_model import Measurement, Size, WorkKind, decode_size, encode_size, prefill_size, step_size
@@ -41,6 +42,19 @@ MEMORY_INTERVAL_S = 1.0
 OUT_OF_MEMORY = "This request does not fit the device's memory."
 LATE = "The request could not be finished within its time limit."
 
+NO_SIZE = Size(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An item of work and what is told about it once it is done."""
+
+    work: Work
+    kind: WorkKind | None = None
+    size: Size = NO_SIZE
+    rows: int = 0
+    shortcut: str = ""
+
 
 class WorkerLoop:
     """Runs until `Stop`. An exception out of `run` means that the device is lost and the worker must be replaced.
@@ -68,6 +82,7 @@ class WorkerLoop:
         self._commands = commands
         self._emit = emit
         self._note_active = note_active
+        self._started: deque[_Item] = deque()  # steps
         self._memory_told_s = float("-inf")
         emit(WorkerReady(self._costs.copy(), profile.memory, profile.token_budget))
         self._tell_memory()
@@ -81,7 +96,8 @@ class WorkerLoop:
 
     def _take_commands(self) -> bool:
         """Apply every waiting command; waits for one when there is nothing to do. False means stop."""
-        block = len(self._scheduler) == 0
+        if block := len(self._scheduler) == 0:
+            self._finish_steps()
         while True:
             try:
                 command = self._commands.get(block=block)
@@ -106,14 +122,24 @@ class WorkerLoop:
         self._runner.add(request)
 
     def _execute(self, work: Work, retried: bool = False) -> None:
-        """Run one item and report it. Whatever it raises ends the requests it is for, and nothing else."""
-        ids = request_ids(work)
-        self._note_active(ids)
+        """Run one item and report it. Whatever it raises ends the requests it is for, and nothing else.
+
+        Where the runner can, a step is only started, and the one before it waited for: the device always has the next
+        one at hand. Everything else waits until all steps are done.
+        """
+        ahead = isinstance(work, DenoiseStep) and self._runner.runs_ahead
+        if not ahead:
+            self._finish_steps()
+        item = self._item(work)
+        self._note_active(tuple(dict.fromkeys(i for one in (*self._started, item) for i in request_ids(one.work))))
         started_s = time.monotonic()
+        picture = None
         try:
-            picture = self._runner.run(work)
+            if isinstance(work, DenoiseStep) and ahead:
+                self._runner.start(work)
+            else:
+                picture = self._runner.run(work)
             seconds = time.monotonic() - started_s
-            self._note_active(())
         except DeviceLost:
             raise
         except DeviceOutOfMemory:
@@ -126,8 +152,14 @@ class WorkerLoop:
             log.exception("%s failed", type(work).__name__)
             self._blame(work, "internal_error", "The request failed inside the engine.")
             return
-        self._report(work, self._requests[ids[0]], seconds)
-        self._tell_memory()
+        item = replace(item, shortcut=self._runner.shortcut)
+        if ahead:
+            self._started.append(item)
+            self._scheduler.complete(work)
+            self._finish_steps(but=1)
+            return
+        self._note_active(())
+        self._report(item, seconds)
         if isinstance(work, DecodeImage) and picture is not None:
             self._emit(ImageReady(work.request_id, work.image_index, picture))
         if isinstance(work, DecodePreview) and picture is not None:
@@ -135,24 +167,39 @@ class WorkerLoop:
         for request_id in self._scheduler.complete(work):
             self._forget(request_id)
 
-    def _report(self, work: Work, request: PreparedRequest, seconds: float) -> None:
-        """Tell of an item that is done, for `request` and maybe others, and learn from the time that it took."""
+    def _finish_steps(self, but: int = 0) -> None:
+        """Wait for the steps that were started, `but` for the last ones, and report them."""
+        while len(self._started) > but:
+            seconds = self._runner.finish()
+            self._report(self._started.popleft(), seconds)
+        if not self._started:
+            self._note_active(())
+
+    def _item(self, work: Work) -> _Item:
+        """An item as it is reported once it is done, when its requests may be gone."""
+        request = self._requests[request_ids(work)[0]]
         match work:
             case EncodePrompt():
-                self._costs.correct(Measurement(WorkKind.ENCODE, encode_size(request), seconds))
+                return _Item(work, WorkKind.ENCODE, encode_size(request))
             case Prefill():
-                self._costs.correct(Measurement(WorkKind.PREFILL, prefill_size(request), seconds))
+                return _Item(work, WorkKind.PREFILL, prefill_size(request))
             case DecodeImage() | DecodePreview():
-                self._costs.correct(Measurement(WorkKind.DECODE, decode_size(request), seconds))
+                return _Item(work, WorkKind.DECODE, decode_size(request))
             case DenoiseStep():
                 sizes = [self._step_sizes[sample.request_id] for sample in work.samples]
                 tokens = sum([size.tokens for size in sizes])
                 size = Size(tokens, context=sum([size.context for size in sizes]) // len(sizes))
-                self._costs.correct(Measurement(WorkKind.STEP, size, seconds))
-                rows = tokens // request.target_grid.num_tokens
-                self._emit(WorkDone(work, seconds, rows, tokens, self._runner.shortcut))
-                return
-        self._emit(WorkDone(work, seconds, shortcut=self._runner.shortcut if isinstance(work, EncodePrompt) else ""))
+                return _Item(work, WorkKind.STEP, size, rows=tokens // request.target_grid.num_tokens)
+        return _Item(work)
+
+    def _report(self, item: _Item, seconds: float) -> None:
+        """Tell of an item that is done, and learn from the time that it took."""
+        if item.kind is not None:
+            self._costs.correct(Measurement(item.kind, item.size, seconds))
+        is_step = item.kind is WorkKind.STEP
+        shortcut = item.shortcut if is_step or item.kind is WorkKind.ENCODE else ""
+        self._emit(WorkDone(item.work, seconds, item.rows, item.size.tokens if is_step else 0, shortcut))
+        self._tell_memory()
 
     def _tell_memory(self) -> None:
         now_s = time.monotonic()
@@ -162,6 +209,7 @@ class WorkerLoop:
 
     def _retry_smaller(self, work: Work, retried: bool) -> None:
         """Out of memory: once more in halves, or, for a single request, with everything else given up."""
+        self._finish_steps()
         self._runner.free_caches()
         if isinstance(work, DenoiseStep) and len(work.samples) > 1:
             self._scheduler.reduce_budget(work)

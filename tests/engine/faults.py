@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -26,7 +28,26 @@ LOSE_DEVICE_AT_STEP_2 = 1_000_023
 
 
 class FaultyRunner(Runner):
-    """Real in everything but the seeds above."""
+    """Real in everything but the seeds above. With `ahead` it lets steps be started and finished apart, as on a GPU."""
+
+    ahead = False
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.ahead
+
+    def start(self, step: DenoiseStep) -> None:
+        assert len(self._begun_s) < 2, "more than one step ahead"
+        begun_s = time.monotonic()
+        self.run(step)
+        self._begun_s.append(begun_s)
+
+    def finish(self) -> float:
+        return time.monotonic() - self._begun_s.popleft()
+
+    @functools.cached_property
+    def _begun_s(self) -> deque[float]:
+        return deque()
 
     def _run(self, work: Work) -> np.ndarray | None:
         samples = work.samples if isinstance(work, DenoiseStep) else ()

@@ -26,8 +26,14 @@ async def observed() -> list[Observation]:
     return []
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["each step waited for", "a step ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(faults.FaultyRunner, "ahead", request.param)
+    return bool(request.param)
+
+
 @pytest_asyncio.fixture
-async def engine(checkpoint: Path, observed: list[Observation]) -> AsyncIterator[Engine]:
+async def engine(checkpoint: Path, observed: list[Observation], ahead: bool) -> AsyncIterator[Engine]:
     async with running(checkpoint, faulty=True, observe=observed.append) as engine:
         yield engine
 
