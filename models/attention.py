@@ -22,11 +22,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Plain softmax attention of every query over every key. With `causal`, queries and keys end at the same token,
     and a query sees no key behind it."""
     mask = None
-    if causal:
+    is_square = q.shape[1] == k.shape[1]
+    if causal and not is_square:
         end = k.shape[1]
         queries = torch.arange(end - q.shape[1], end, device=q.device)
         mask = queries[:, None] >= torch.arange(end, device=q.device)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and is_square)
     return out.transpose(1, 2)
 
 
@@ -38,7 +40,7 @@ def block_causal_attention(
     for segment in segments:
         queries = q[:, segment.start : segment.end]
         outputs.append(attend(queries, k[:, : segment.end], v[:, : segment.end], segment.grid is None))
-    return torch.cat(outputs, dim=1)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def target_attention(q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[Tensor]) -> Tensor:

@@ -121,6 +121,7 @@ class PackedDecoder:
             self._graphs.move_to_end(shape)
             result = GraphResult.HIT
         elif self._capture_allowed and shape not in self._too_large:
+            torch.cuda.synchronize()  # a graph that is dropped must not be running
             while len(self._graphs) >= self._max_graphs:
                 self._graphs.popitem(last=False)
             rows = self._allocate(shape)
@@ -136,6 +137,7 @@ class PackedDecoder:
         return self._step(rows), GraphResult.NO_MEMORY if shape in self._too_large else GraphResult.OFF
 
     def clear(self) -> None:
+        torch.cuda.synchronize()
         self._graphs.clear()
 
     def _allocate(self, shape: _Shape) -> PackedRows:

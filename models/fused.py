@@ -30,6 +30,7 @@ from models.transformer import Attention
 FLASH_3 = "fa3_fwd_interface"
 FLASH_3_HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
+SHORT = 512  # queries below which choosing an attention costs more than it gains
 
 
 class DecodeAttention(Protocol):
@@ -121,12 +122,16 @@ def _project(rows: PackedRows, attn: Attention, x: Tensor) -> Tensor:
 def _flash_3_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     from fa3_fwd_interface import flash_attn_func
 
+    if q.shape[1] < SHORT:
+        return attention(q, k, v, causal)
     attended: Tensor = flash_attn_func(q, k, v, causal=causal)  # its triangle ends at the last key, as ours does
     return attended
 
 
 def _pinned(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        if q.shape[1] < SHORT:
+            return attention(q, k, v, causal)
         order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(order if causal else [backend, *order], set_priority=True):
             return attention(q, k, v, causal)

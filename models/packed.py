@@ -6,10 +6,12 @@ neither a prompt's length nor whose prefix it is belongs to a step's shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,13 +35,14 @@ class PackedRows:
     rotary: Tensor  # (rows, 2, tokens, head_dim / 2) float32
     qkv: Tensor  # (rows, slots, 3, heads, head_dim)
     numbers: Tensor  # (5 × rows,) int32: the next four, as they cross to the device
-    staged: Tensor  # the same in host memory
+    staging: Iterator[Tensor]  # the same in host memory, two in turn: the last step's may still be on its way
 
     @classmethod
     def allocate(
         cls, config: TransformerConfig, rows: int, tokens: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         heads, head_dim = config.num_attention_heads, config.attention_head_dim
+        on_cuda = device.type == "cuda"
         return cls(
             tokens=tokens,
             capacity=capacity,
@@ -47,7 +50,7 @@ class PackedRows:
             rotary=torch.zeros(rows, 2, tokens, head_dim // 2, device=device),
             qkv=torch.zeros(rows, tokens + capacity, 3, heads, head_dim, dtype=dtype, device=device),
             numbers=torch.zeros(5 * rows, dtype=torch.int32, device=device),
-            staged=torch.zeros(5 * rows, dtype=torch.int32, pin_memory=device.type == "cuda"),
+            staging=cycle(torch.zeros(5 * rows, dtype=torch.int32, pin_memory=on_cuda) for _ in range(2)),
         )
 
     @property
@@ -77,15 +80,19 @@ class PackedRows:
         rotary: Sequence[Tensor],
         prefixes: Sequence[PrefixKV],
     ) -> None:
-        """One entry a row. The prefixes must stay alive until the step has run, and the step must have run before the
-        next call."""
+        """One entry a row. The prefixes must stay alive until the step has run, and all but the last step must have
+        run before this is called again."""
+        rows = len(latents)
         lens = [prefix.layout.prefix_len_tokens for prefix in prefixes]
         torch.stack(list(latents), out=self.latents)
         torch.stack(list(rotary), out=self.rotary)
-        addresses = torch.tensor([prefix.kv.data_ptr() for prefix in prefixes]).view(torch.int32)
-        counts = torch.tensor([*lens, *(self.tokens + length for length in lens)], dtype=torch.int32)
-        torch.cat([addresses, counts, torch.tensor(sigmas).view(torch.int32)], out=self.staged)
-        self.numbers.copy_(self.staged, non_blocking=True)
+        staged = next(self.staging)
+        numbers = staged.numpy()
+        numbers[: 2 * rows].view(np.int64)[:] = [prefix.kv.data_ptr() for prefix in prefixes]
+        numbers[2 * rows : 3 * rows] = lens
+        numbers[3 * rows : 4 * rows] = [self.tokens + length for length in lens]
+        numbers[4 * rows :].view(np.float32)[:] = sigmas
+        self.numbers.copy_(staged, non_blocking=True)
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
         """The q/k/v projections of x (rows, tokens, dim), written to their slots and returned as (rows, tokens, 3,

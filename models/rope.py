@@ -55,10 +55,18 @@ def prefix_table(layout: PrefixLayout, axes_dims: Sequence[int]) -> Tensor:
     return rotary_table(torch.cat(positions), axes_dims)
 
 
-def target_table(grid: Grid, frame: int, axes_dims: Sequence[int]) -> Tensor:
-    """The table of a target block: (2, target tokens, head_dim / 2), float32, on the CPU. `frame` depends on the
-    prefix, so every row of a batch has its own table."""
-    return rotary_table(_image_positions(grid, frame), axes_dims)
+def target_table(grid: Grid, frame: int, axes_dims: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """The table of a target block: (2, target tokens, head_dim / 2), float32, on `device`. `frame` depends on the
+    prefix, so every row of a batch has its own table; rows and columns do not, and are kept."""
+    table = _grid_table(grid, tuple(axes_dims), device or torch.device("cpu")).clone()
+    of_frame = rotary_table(torch.tensor([[frame, 0, 0]]), axes_dims)[:, :, : axes_dims[0] // 2]
+    table[:, :, : axes_dims[0] // 2] = of_frame.to(table.device)
+    return table
+
+
+@lru_cache(maxsize=16)
+def _grid_table(grid: Grid, axes_dims: tuple[int, ...], device: torch.device) -> Tensor:
+    return rotary_table(_image_positions(grid, 0), axes_dims).to(device)
 
 
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
