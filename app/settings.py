@@ -35,8 +35,17 @@ def split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def pixels_of(size: str) -> tuple[int, int]:
+    """Width and height of `WxH`."""
+    width, height = size.split("x")
+    return int(width), int(height)
+
+
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
+Sizes = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[1-9]\d{1,3}x[1-9]\d{1,3}$")], ...], NoDecode, BeforeValidator(split_commas)
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_commas)]
 
 
@@ -63,6 +72,7 @@ class Settings(BaseSettings):
     )
     decode_graphs: bool = Field(True, description="Whether denoise steps are captured as CUDA graphs and replayed.")
     eager: bool = Field(False, description="Whether to do without fused kernels and graphs on a GPU, to debug.")
+    warm_sizes: Sizes = Field((), description="Sizes, like 1536x1024, that are prepared for before it is ready.")
 
     host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -166,6 +176,7 @@ class Settings(BaseSettings):
             worker=self.worker,
             decode_graphs=self.decode_graphs,
             eager=self.eager,
+            warm_sizes_px=tuple(pixels_of(size) for size in self.warm_sizes),
             policy=self.policy,
             max_stretch=self.max_stretch,
             hang_timeout_s=self.hang_timeout_seconds,

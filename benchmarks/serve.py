@@ -112,9 +112,9 @@ def service(model: str, flags: Sequence[str]) -> Iterator[tuple[str, float]]:
         process.wait(timeout=60)
 
 
-def picture() -> bytes:
-    """A photograph-like picture of 1024²: smooth shapes and some noise."""
-    draw = np.random.default_rng(0)
+def picture(seed: int) -> bytes:
+    """A photograph-like picture of 1024²: smooth shapes and some noise. No two are equal, so no cache knows them."""
+    draw = np.random.default_rng(seed)
     small = draw.integers(0, 255, (16, 16, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(small).resize((1024, 1024), Image.Resampling.BICUBIC)).astype(np.int16)
     noisy = np.clip(smooth + draw.integers(-8, 8, smooth.shape), 0, 255).astype(np.uint8)
@@ -123,7 +123,8 @@ def picture() -> bytes:
     return file.getvalue()
 
 
-def ask(client: httpx.Client, case: Case, prompt: str, seed: int, image: bytes) -> tuple[float, dict[str, Any]]:
+def ask(client: httpx.Client, case: Case, prompt: str, seed: int) -> tuple[float, dict[str, Any]]:
+    image = picture(seed) if case.edit else b""
     started_s = time.perf_counter()
     if case.edit:
         fields = {"prompt": prompt, "seed": str(seed), "num_inference_steps": str(case.steps)}
@@ -138,10 +139,10 @@ def ask(client: httpx.Client, case: Case, prompt: str, seed: int, image: bytes) 
     return elapsed_s, answer.json()
 
 
-def measure(client: httpx.Client, case: Case, repeats: int, image: bytes) -> Figures:
+def measure(client: httpx.Client, case: Case, repeats: int) -> Figures:
     answers = []
     for number in range(repeats + 1):
-        answers.append(ask(client, case, f"picture number {number} of a lighthouse at dusk", number, image))
+        answers.append(ask(client, case, f"picture number {number} of a lighthouse at dusk", number))
     times = sorted(answers[1:], key=lambda answer: answer[0])
     _, median = times[len(times) // 2]
     seconds = [elapsed_s for elapsed_s, _ in times]
@@ -158,10 +159,10 @@ def graph_counts(client: httpx.Client) -> dict[str, float]:
 def hit_rate(client: httpx.Client, prompts: int) -> float:
     """Share of steps that found their graph, over prompts of 1 to 400 words, after a first one."""
     draw = random.Random(7)
-    ask(client, Case(512, 2, False), "first", 0, b"")
+    ask(client, Case(512, 2, False), "first", 0)
     before = graph_counts(client)
     for number in range(prompts):
-        ask(client, Case(512, 2, False), " ".join(draw.choices(WORDS, k=draw.randint(1, 400))), number, b"")
+        ask(client, Case(512, 2, False), " ".join(draw.choices(WORDS, k=draw.randint(1, 400))), number)
     counted = {name: count - before.get(name, 0) for name, count in graph_counts(client).items()}
     return counted.get("hit", 0) / max(1, sum(counted.values()))
 
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    cases, image = [Case.parse(text) for text in args.cases.split(",")], picture()
+    cases = [Case.parse(text) for text in args.cases.split(",")]
     with (
         service(args.model, shlex.split(args.flags)) as (url, ready_s),
         httpx.Client(base_url=url, timeout=600) as client,
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         all_figures = []
         print("case                    median  fastest  slowest  beside steps     MB  split")
         for case in cases:
-            figures = measure(client, case, args.repeats, image)
+            figures = measure(client, case, args.repeats)
             all_figures.append(figures)
             split = " ".join(f"{name.removesuffix('_seconds')} {value:.3f}" for name, value in figures.metrics.items())
             seconds = f"{figures.median_s:8.3f} {figures.fastest_s:8.3f} {figures.slowest_s:8.3f}"

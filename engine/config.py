@@ -15,8 +15,8 @@ class EngineConfig:
     and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a request that has been here
     for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
     `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
-    replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. None leaves a
-    default to the checkpoint.
+    replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
+    `warm_sizes_px` (width, height) are prepared for at start. None leaves a default to the checkpoint.
     """
 
     model: str
@@ -30,6 +30,7 @@ class EngineConfig:
     hang_timeout_s: float = 60.0
     decode_graphs: bool = True
     eager: bool = False
+    warm_sizes_px: tuple[tuple[int, int], ...] = ()
     max_output_pixels: int = 2048 * 2048
     default_num_steps: int | None = None
     default_resolution_px: int | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from engine.config import EngineConfig
 from engine.request import ModelCard
 from models.config import CheckpointConfigs
+from models.layout import Grid, cover
 
 if TYPE_CHECKING:
     from engine.prepare import Preparer
@@ -64,7 +65,9 @@ def load_runner(config: EngineConfig) -> Runner:
     dtype = resolve_dtype(config.dtype, device)
     model = ImageModel.load(configs, device, dtype, fused=not config.eager and has_kernels(device, dtype))
     max_target_tokens = config.max_output_pixels // configs.px_per_token**2
-    return Runner(model, max_target_tokens, config.decode_graphs)
+    covered = [cover(size_px, configs.size_multiple_px) for size_px in config.warm_sizes_px]
+    warm_grids = [Grid.of_pixels(*size_px, configs.px_per_token) for size_px in covered]
+    return Runner(model, max_target_tokens, config.decode_graphs, warm_grids)
 
 
 async def in_detached_thread(work: Callable[[], T]) -> T:

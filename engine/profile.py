@@ -62,13 +62,12 @@ def measure(runner: Runner, max_rows: int) -> Profile:
     workspace_per_token = 0.0
     for grid_side in sorted({max(2, side // 4 // 2 * 2), max(2, side // 2 // 2 * 2), side}):
         grid = Grid(grid_side, grid_side)
-        _reset_peak(runner.model)
-        for number in (0, 1):  # the first round is a warm-up
-            round_of = list(_time_round(runner, grid, max_rows if number else 1, side * side))
-            measurements += round_of if number else []
-            if time.monotonic() - started_s > PROFILE_LIMIT_S:
-                break
-        workspace_per_token = max(workspace_per_token, _peak_bytes(runner.model) / grid.num_tokens)
+        workspace_per_token = max(workspace_per_token, _warm_up(runner, grid) / grid.num_tokens)
+        if time.monotonic() - started_s > PROFILE_LIMIT_S:
+            break
+        measurements += _time_round(runner, grid, max_rows, side * side)
+    for grid in runner.warm_grids:
+        _warm_up(runner, grid)
     costs = CostModel()
     costs.fit(measurements)
     budget = token_budget(measurements)
@@ -120,16 +119,29 @@ def _made_up_request(grid: Grid, num_images: int) -> PreparedRequest:
     )
 
 
-def _reset_peak(model: ImageModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
+def _warm_up(runner: Runner, grid: Grid) -> int:
+    """Do everything once for a picture of `grid`. Returns the bytes that its step and its decode took at their peak
+    beyond what was held anyway; captured steps keep theirs, so it is their sum."""
+    request = _made_up_request(grid, num_images=1)
+    step = DenoiseStep(request.batch_key, (Sample(request.request_id, 0, 0),))
+    runner.add(request)
+    try:
+        runner.run(EncodePrompt(request.request_id))
+        runner.run(Prefill(request.request_id))
+        return sum(_peak_bytes(runner, work) for work in (step, DecodeImage(request.request_id, 0)))
+    finally:
+        runner.remove(request.request_id)
 
 
-def _peak_bytes(model: ImageModel) -> int:
-    """What the last round held at its peak, beyond what is held anyway."""
-    if model.device.type != "cuda":
+def _peak_bytes(runner: Runner, work: Work) -> int:
+    device = runner.model.device
+    if device.type != "cuda":
+        runner.run(work)
         return 0
-    return torch.cuda.max_memory_allocated(model.device) - torch.cuda.memory_allocated(model.device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.run(work)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _memory_model(model: ImageModel, workspace_per_token: float, max_target_tokens: int) -> MemoryModel:

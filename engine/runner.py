@@ -24,6 +24,7 @@ from engine.request import PreparedRequest
 from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
 from models.image_model import ImageModel
 from models.inputs import ConditionImage, TokenizedPrompt
+from models.layout import Grid
 from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.sampling import clean_estimate, euler_update, guide, starting_noise
@@ -58,10 +59,18 @@ def _device_errors() -> Iterator[None]:
 class Runner:
     """Holds the networks and the device state of every request that has been started."""
 
-    def __init__(self, model: ImageModel, max_target_tokens: int, decode_graphs: bool = True) -> None:
-        """`max_target_tokens` is the largest picture's; memory is kept free for decoding one."""
+    def __init__(
+        self,
+        model: ImageModel,
+        max_target_tokens: int,
+        decode_graphs: bool = True,
+        warm_grids: Sequence[Grid] = (),
+    ) -> None:
+        """`max_target_tokens` is the largest picture's; memory is kept free for decoding one. Pictures of `warm_grids`
+        are prepared for before the first request comes."""
         self._model = model
         self.max_target_tokens = max_target_tokens
+        self.warm_grids = tuple(warm_grids)
         self._decoder = model.decoder(decode_graphs)
         self.shortcut = ""  # of the last encode or denoise step, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)
@@ -132,7 +141,7 @@ class Runner:
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""
-        for cache in (self._decoder, self._prompts, self._images):
+        for cache in (self._decoder, self._prompts, self._images, self._model.text_encoder.seen):
             cache.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
@@ -169,8 +178,7 @@ class Runner:
         ]
 
     def _encode_prompt(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage]) -> Tensor:
-        over_white = [torch.from_numpy(image.rgb).to(self._model.device) for image in images]
-        return self._model.text_encoder.encode(prompt, over_white)
+        return self._model.text_encoder.encode(prompt, images)
 
     def _encode_image(self, image: ConditionImage) -> Tensor:
         pixels = torch.from_numpy(image.rgba).to(self._model.device).permute(2, 0, 1).unsqueeze(0).float()

@@ -7,6 +7,8 @@ device, and the published tensors are copied into it. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from models.config import read_json
 from models.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 READERS = 8  # threads that read and copy to the device at once
 
@@ -87,6 +91,7 @@ def load_weights(
     `published_names` gives, for one of our names, the published tensors stacked into it along dimension 0. `unused`
     are patterns of published tensors that this code has no use for; any other left-over tensor is an error.
     """
+    started_s = time.monotonic()
     parameters = dict(module.named_parameters())
 
     def filled(name: str) -> Tensor:
@@ -103,6 +108,8 @@ def load_weights(
     for name in files:
         if name not in used and not any(fnmatchcase(name, pattern) for pattern in patterns):
             raise CheckpointError(f"{files.file_of(name)}: unexpected tensor {name}")
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    log.info("loaded %s: %.2f GB in %.1f s", files.folder.name, num_bytes / 1e9, time.monotonic() - started_s)
 
 
 def _fill(target: Tensor, sources: tuple[str, ...], files: TensorFiles) -> None:

@@ -1,12 +1,13 @@
 """The text encoder's decoder layers on CUDA: fewer kernels than transformers launches, captured per padded length.
 
 Text is short, so an encoder of 36 layers is bound by launches, not by arithmetic. The layers are causal: padding behind
-the text cannot reach it, and a graph captured for a length serves every shorter text. transformers' own forward is the
-plain counterpart, and serves prompts with images.
+the text cannot reach it, and a graph captured for a length serves every shorter text. Prompts with images are long and
+run without one. transformers' own forward is the plain counterpart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,18 @@ class _Graph:
     output: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class VisionFeatures:
+    """What the vision tower made of all images of a prompt: `embeds` (slots, hidden size) take the place of the tokens
+    at `slots`, and entry i of `deepstack` is added to them behind layer i."""
+
+    slots: Tensor
+    embeds: Tensor
+    deepstack: Sequence[Tensor]
+
+
 class FusedLanguageModel:
-    """Runs the layers of a transformers Qwen3-VL language model without images in its prompt."""
+    """Runs the layers of a transformers Qwen3-VL language model."""
 
     def __init__(self, model: Any, graphs: bool) -> None:
         self._model = model
@@ -37,12 +48,17 @@ class FusedLanguageModel:
         self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, vision: VisionFeatures | None = None) -> Tensor:
         """The last layer's output before the final norm, (tokens, hidden size); valid until the next call.
 
         input_ids: (tokens,); positions: (3, tokens).
         """
         tokens = len(input_ids)
+        if vision is not None:
+            hidden = self._model.embed_tokens(input_ids)
+            hidden[vision.slots] = vision.embeds
+            cos, sin = self._model.rotary_emb(hidden, positions[:, None])
+            return self._layers(hidden, cos[0].float(), sin[0].float(), vision)
         length = next((length for length in self._lengths if length >= tokens), None)
         padding = 0 if length is None else length - tokens
         hidden = self._model.embed_tokens(F.pad(input_ids, (0, padding)))
@@ -69,11 +85,13 @@ class FusedLanguageModel:
         captured = self._graphs[length] = _Graph(hidden, cos, sin, graph, output)
         return captured
 
-    def _layers(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        for layer in self._model.layers:
+    def _layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, vision: VisionFeatures | None = None) -> Tensor:
+        for number, layer in enumerate(self._model.layers):
             hidden = hidden + self._attention(layer.self_attn, _norm(layer.input_layernorm, hidden), cos, sin)
             mlp, x = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
             hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+            if vision is not None and number < len(vision.deepstack):
+                hidden[vision.slots] += vision.deepstack[number]
         return hidden
 
     def _attention(self, attn: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ data from the device to find its shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,14 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLModel
 from models.checkpoint import TensorFiles, load_weights
 from models.config import read_json
 from models.errors import CheckpointError
-from models.inputs import TokenizedPrompt
+from models.inputs import ConditionImage, TokenizedPrompt
 from models.layout import SLOT_SIDE_TOKENS, PrefixLayout
+from models.tensor_cache import TensorCache
 
 if TYPE_CHECKING:
-    from models.language_model import FusedLanguageModel
+    from models.language_model import FusedLanguageModel, VisionFeatures
 
+SEEN_BYTES = 2**28
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
 
 
@@ -40,9 +43,10 @@ class TextEncoder(nn.Module):
         self.temporal_patch: int = processor.temporal_patch_size
         self.mean, self.std = processor.image_mean, processor.image_std
         self._fused: FusedLanguageModel | None = None
+        self.seen = TensorCache(SEEN_BYTES)  # what the vision tower made of images, when `fuse` was called
 
     def fuse(self, graphs: bool) -> None:
-        """Encode prompts without images by `models.language_model`, captured if `graphs`."""
+        """Run the language model's layers by `models.language_model`, captured for short text if `graphs`."""
         from models.language_model import FusedLanguageModel
 
         self._fused = FusedLanguageModel(self.model.language_model, graphs)
@@ -86,28 +90,42 @@ class TextEncoder(nn.Module):
             setattr(owner, name, type(rotary)(owner.config).to(device))
 
     @torch.inference_mode()
-    def encode(self, prompt: TokenizedPrompt, images: Sequence[Tensor] = ()) -> Tensor:
-        """Embeddings of the text tokens after the system turn, image slots left out: (text tokens, hidden size).
-
-        `images` are the condition images composited over white, (height, width, 3) uint8 on the encoder's device.
-        """
+    def encode(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage] = ()) -> Tensor:
+        """Embeddings of the text tokens after the system turn, image slots left out: (text tokens, hidden size)."""
         device = self.model.device
         positions = self._positions(prompt.num_system_tokens, prompt.layout).to(device)
-        text_index = self._text_index(prompt.layout).to(device)
-        if self._fused is not None and not images:
-            hidden = self._fused(torch.tensor(prompt.input_ids, device=device), positions)
-            return hidden[prompt.num_system_tokens :][text_index]
-        inputs: dict[str, Tensor] = {}
-        if images:
-            inputs["pixel_values"] = torch.cat([self._patches(image) for image in images])
-            inputs["image_grid_thw"] = torch.tensor([self._patch_grid(image) for image in images], device=device)
-        hidden = self.model(
-            input_ids=torch.tensor([prompt.input_ids], device=device),
-            position_ids=positions[:, None],
-            use_cache=False,
-            **inputs,
-        ).last_hidden_state[0, prompt.num_system_tokens :]
-        return hidden[text_index]
+        of_text, of_images = (index.to(device) for index in self._indices(prompt.layout))
+        input_ids = torch.tensor(prompt.input_ids, device=device)
+        if self._fused is not None:
+            vision = self._see(images, of_images + prompt.num_system_tokens) if images else None
+            hidden = self._fused(input_ids, positions, vision)
+        else:
+            inputs = self._vision_inputs(images) if images else {}
+            hidden = self.model(
+                input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs
+            ).last_hidden_state[0]
+        return hidden[prompt.num_system_tokens :][of_text]
+
+    def _see(self, images: Sequence[ConditionImage], slots: Tensor) -> VisionFeatures:
+        """The vision tower alone, image by image, as transformers runs it within its own forward."""
+        from models.language_model import VisionFeatures
+
+        def see(image: ConditionImage) -> Tensor:  # (1 + deepstack layers, slots, hidden size)
+            inputs = self._vision_inputs([image])
+            pixels = inputs["pixel_values"].to(self.model.dtype)
+            seen = self.model.visual(pixels, grid_thw=inputs["image_grid_thw"], return_dict=True)
+            return torch.stack([seen.pooler_output, *seen.deepstack_features])
+
+        embeds, *deepstack = torch.cat([self.seen.get(image.digest, partial(see, image)) for image in images], dim=1)
+        return VisionFeatures(slots, embeds, deepstack)
+
+    def _vision_inputs(self, images: Sequence[ConditionImage]) -> dict[str, Tensor]:
+        pixels = [torch.from_numpy(image.rgb).to(self.model.device) for image in images]
+        grids = [self._patch_grid(image) for image in pixels]
+        return {
+            "pixel_values": torch.cat([self._patches(image) for image in pixels]),
+            "image_grid_thw": torch.tensor(grids, device=self.model.device),
+        }
 
     def _patch_grid(self, image: Tensor) -> tuple[int, int, int]:
         return 1, image.shape[0] // self.patch_px, image.shape[1] // self.patch_px
@@ -139,11 +157,11 @@ class TextEncoder(nn.Module):
             position += max(height, width)
         return torch.cat(spans, dim=1)
 
-    def _text_index(self, layout: PrefixLayout) -> Tensor:
-        spans, start = [], 0
-        for segment in layout.segments:
-            length = segment.num_tokens if segment.grid is None else segment.grid.num_slots
-            if segment.grid is None:
-                spans.append(torch.arange(start, start + length))
-            start += length
-        return torch.cat(spans)
+    def _indices(self, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
+        """Where text and image slots are in the vision-language sequence behind the system turn."""
+        is_image = [
+            torch.full((segment.num_tokens if segment.grid is None else segment.grid.num_slots,), bool(segment.grid))
+            for segment in layout.segments
+        ]
+        slots = torch.cat(is_image)
+        return (~slots).nonzero().flatten(), slots.nonzero().flatten()

@@ -147,7 +147,7 @@ class JointForward(nn.Module):
         )
         axes = transformer.config.axes_dims_rope
         self.register_buffer("text_rotary", torch.stack([cos, sin])[:, :, None], persistent=False)
-        self.register_buffer("text_index", encoder._text_index(layout.prefix), persistent=False)
+        self.register_buffer("text_index", encoder._indices(layout.prefix)[0], persistent=False)
         self.register_buffer("prefix_rotary", prefix_table(layout.prefix, axes), persistent=False)
         self.register_buffer("target_rotary", target_table(grid, 0, axes), persistent=False)
         if layout.image_starts:

@@ -161,9 +161,11 @@ def test_engine_config_is_handed_every_choice() -> None:
         "max_batch_rows": 4,
         "default_num_steps": 9,
     }
-    config = load_settings(**choices, hang_timeout_seconds=5, default_resolution=512).engine_config()
-    assert config == EngineConfig(**choices, hang_timeout_s=5.0, default_resolution_px=512)  # type: ignore[arg-type]
-    assert {*choices, "hang_timeout_s", "default_resolution_px"} == {field.name for field in fields(EngineConfig)}
+    other = {"hang_timeout_seconds": 5, "default_resolution": 512, "warm_sizes": "64x96,128x128"}
+    config = load_settings(**choices, **other).engine_config()
+    renamed = {"hang_timeout_s": 5.0, "default_resolution_px": 512, "warm_sizes_px": ((64, 96), (128, 128))}
+    assert config == EngineConfig(**choices, **renamed)  # type: ignore[arg-type]
+    assert {*choices, *renamed} == {field.name for field in fields(EngineConfig)}
 
 
 def test_defaults_of_the_engine_are_the_same_everywhere() -> None:

@@ -38,7 +38,7 @@ def test_prompt_embeddings_equal_the_reference(pair: Pair, prompt: str, num_imag
         theirs, mask, slots = pair.reference.encode_prompt(
             prompt, image=[Image.fromarray(image.rgba) for image in images] or None, device=torch.device("cpu")
         )
-        ours = pair.model.text_encoder.encode(tokenized, [torch.from_numpy(image.rgb) for image in images])
+        ours = pair.model.text_encoder.encode(tokenized, images)
     assert mask is None
     assert relative_error(ours, theirs[0][~slots[0]]) < 1e-4
     expected_tokens = len(slots[0]) + 3 * int(slots.sum())

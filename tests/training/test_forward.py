@@ -38,19 +38,19 @@ def test_training_forward_equals_prefill_and_decode(processor: Path, num_images:
     rng = Random(num_images)
     pictures = draw([draw_scene(rng, lambda scene: True) for _ in range(max(1, num_images))])[:num_images]
     images = [prepare_condition_image(Image.fromarray(picture), 256**2, 16) for picture in pictures]
-    over_white = [torch.from_numpy(image.rgb) for image in images]
     conditions = [torch.randn(GRID.num_tokens, 16) for _ in images]
     latents, timestep = torch.randn(3, GRID.num_tokens, 16), torch.tensor([1.0, 0.6, 0.1])
 
     with torch.inference_mode():
         joint = JointForward(encoder, transformer, GRID, layout)
         patches = [
-            patches_of(rgb[None])[:, joint.patch_order].expand(3, -1, -1).float() / 127.5 - 1 for rgb in over_white
+            patches_of(torch.from_numpy(image.rgb)[None])[:, joint.patch_order].expand(3, -1, -1).float() / 127.5 - 1
+            for image in images
         ]
         embeds = joint.read(input_ids, patches)
         velocity, _ = joint(embeds, lengths, [one.expand(3, -1, -1) for one in conditions], latents, timestep)
         for row, prompt in enumerate(prompts):
-            alone = encoder.encode(prompt, over_white)
+            alone = encoder.encode(prompt, images)
             assert relative_error(embeds[row, : len(alone)], alone) < 1e-4
             prefix = transformer.prefill(alone, conditions, prompt.layout)
             table = target_table(GRID, prompt.layout.target_position, transformer.config.axes_dims_rope)
