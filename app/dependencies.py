@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from app.links import Links
 from app.metrics import Counting, Metrics
 from app.settings import Settings
+from app.sources import Fetch, refuse_url
 from engine.engine import Engine
 
 
@@ -22,6 +23,12 @@ class Services:
     engine: Engine
     metrics: Metrics
     links: Links
+    fetch: Fetch = refuse_url
+
+    @property
+    def keeps_unknown(self) -> bool:
+        """Whether fields that nobody knows are only warned of."""
+        return self.settings.unknown_fields == "warn"
 
 
 async def services_of(request: Request) -> Services:

@@ -2,7 +2,7 @@
 
 Nothing is written to disk, and every limit applies to the bytes seen so far: a fifth image or an oversized file is
 refused at that point, not when the body is complete. File names and declared types are ignored, so a part is an image
-if its field is called `image`, in one of the spellings that clients use.
+if its field is called `image` or `url`, in one of the spellings that clients use, and a URL if it reads like one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from app.errors import invalid, payload_too_large
+from app.errors import ApiError, invalid, payload_too_large
+from app.sources import MAX_PREFIX_CHARS, ImageSource, source_of
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -25,15 +26,17 @@ MAX_PARTS = 100
 MAX_FIELD_BYTES = 256 * 2**10  # 32,000 characters of four bytes, and some
 MAX_BOUNDARY_CHARS = 70  # RFC 2046, section 5.1.1
 UNSUPPORTED_FILES = (b"mask", b"markup")
-IMAGE_FIELD = re.compile(rb"images?(\[[0-9]{0,3}\])?")  # image, image[], image[0], images
+INDEX = rb"(\[[0-9]{0,3}\])?"
+IMAGE_FIELD = re.compile(rb"images?" + INDEX + rb"(\[image_url\])?|(image_)?urls?" + INDEX)
+URL = re.compile(rb"\s{0,8}(data|https?):", re.IGNORECASE)  # no picture starts like that
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a form held: texts by field name, and the image files in the order they came."""
+    """What a form held: texts by field name, and the images in the order they came."""
 
     texts: dict[bytes, bytes] = field(default_factory=dict)
-    images: list[bytes] = field(default_factory=list)
+    images: list[ImageSource] = field(default_factory=list)
 
 
 async def read_form(request: Request, *, max_file_bytes: int) -> Form:
@@ -52,6 +55,10 @@ async def read_form(request: Request, *, max_file_bytes: int) -> Form:
     if not collector.complete:
         raise invalid("The multipart body ends before its closing boundary.", code="invalid_form")
     return collector.form
+
+
+def too_many_images(param: str) -> ApiError:
+    return invalid(f"At most {MAX_IMAGES} images are taken.", param=param, code="too_many_images")
 
 
 class FormCollector:
@@ -84,6 +91,21 @@ class FormCollector:
     def is_image(self) -> bool:
         return IMAGE_FIELD.fullmatch(self.field_name) is not None
 
+    @property
+    def is_url(self) -> bool:
+        """Whether the content is an image's URL instead of the image."""
+        return b"url" in self.field_name or URL.match(self.content, 0, 16) is not None
+
+    def image_source(self) -> ImageSource:
+        if self.is_url:
+            return source_of(self.content.decode("utf-8", errors="replace").strip(), param="image")
+        if len(self.content) > self.max_file_bytes:
+            raise self.too_large()
+        return bytes(self.content)
+
+    def too_large(self) -> ApiError:
+        return payload_too_large(f"An image file is larger than {self.max_file_bytes} bytes.", param="image")
+
     def begin_part(self) -> None:
         self.num_parts += 1
         if self.num_parts > MAX_PARTS:
@@ -113,21 +135,21 @@ class FormCollector:
             name = self.field_name.decode()
             raise invalid(f"'{name}' is not supported.", param=name, code="unsupported_parameter")
         if self.is_image and len(self.form.images) == MAX_IMAGES:
-            raise invalid(f"At most {MAX_IMAGES} images are taken.", param="image", code="too_many_images")
+            raise too_many_images("image")
         if not self.is_image and self.field_name in self.form.texts:
             raise invalid("A field is given more than once.", param=self.field_name.decode("latin-1"))
 
     def add_content(self, data: bytes, start: int, end: int) -> None:
         self.content += data[start:end]
-        if self.is_image and len(self.content) > self.max_file_bytes:
-            raise payload_too_large(f"An image file is larger than {self.max_file_bytes} bytes.", param="image")
+        if self.is_image and len(self.content) > self.max_file_bytes * (4 / 3 if self.is_url else 1) + MAX_PREFIX_CHARS:
+            raise self.too_large()
         if not self.is_image and len(self.content) > MAX_FIELD_BYTES:
             name = self.field_name.decode("latin-1")
             raise invalid(f"A field is longer than {MAX_FIELD_BYTES} bytes.", param=name)
 
     def end_part(self) -> None:
         if self.is_image:
-            self.form.images.append(bytes(self.content))
+            self.form.images.append(self.image_source())
         else:
             self.form.texts[self.field_name] = bytes(self.content)
 

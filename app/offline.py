@@ -56,7 +56,7 @@ def request_from(args: argparse.Namespace, output_format: OutputFormat) -> Image
         "n": args.n,
         "output_format": output_format,
     }
-    return parse_json(json.dumps(fields).encode(), keep_unknown=False)
+    return parse_json(json.dumps(fields).encode(), ImageRequest, keep_unknown=False)
 
 
 def read_pictures(paths: list[Path], settings: Settings) -> tuple[Image.Image, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from app.middleware import request_id_of
 from app.params import output_options, params_from, with_images, within
 from app.render import Publish, Renderer
 from app.schemas import ImageRequest
+from app.sources import DataUrl, ImageSource, fetched
 from engine.request import GenerationParams
 
 
@@ -40,15 +41,22 @@ class Order:
         return await unless_disconnected(self.request.receive, admitting)
 
 
-def take_order(request: Request, fields: ImageRequest, uploads: list[bytes], services: Services) -> Order:
-    """Check `fields`. Raises `ApiError`. The uploads are decoded when the order has been admitted; it empties them."""
+async def take_order(
+    request: Request, fields: ImageRequest, sources: Sequence[ImageSource], services: Services
+) -> Order:
+    """Check `fields` and fetch what has to be fetched. Raises `ApiError`. Images are decoded on admission."""
     settings, card = services.settings, services.engine.card
     textual, warnings = params_from(fields, settings, card)
     textual = within(textual, request.headers.get("x-stainless-read-timeout"))
     renderer = Renderer(output_options(fields, settings), publisher(request, fields, services))
 
+    uploads = await fetched(sources, services.fetch, services.links)
+
     def whole_params() -> GenerationParams:
-        pictures = [decode_upload(data, max_pixels=settings.max_image_pixels) for data in uploads]
+        pictures = []
+        for upload in uploads:
+            data = upload.read(settings.max_image_bytes) if isinstance(upload, DataUrl) else upload
+            pictures.append(decode_upload(data, max_pixels=settings.max_image_pixels))
         uploads.clear()  # the request may wait long; its files need not wait with it
         return with_images(textual, pictures, settings, card)
 

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -75,6 +75,16 @@ def refuse_any(value: object) -> object:
     return value
 
 
+def url_of(value: object) -> object:
+    """The URL itself, where it comes in an object as in chat."""
+    return value["url"] if isinstance(value, dict) and value.keys() <= {"url", "detail"} and "url" in value else value
+
+
+def as_list(value: object) -> object:
+    return [value] if isinstance(value, str | dict) else value
+
+
+ImageUrl = Annotated[str, Field(json_schema_extra={"format": "uri"}), BeforeValidator(url_of)]
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(refuse_nul)]
 FormLiteral = BeforeValidator(from_form)  # last in a type, so that the limits before it reach the OpenAPI document
 Name = Annotated[str, Field(max_length=512)]
@@ -90,12 +100,11 @@ class StreamOptions(BaseModel):
     )
 
 
-class ImageRequest(BaseModel):
-    """A request for pictures. null means the same as leaving the field out."""
+class PictureFields(BaseModel):
+    """What every endpoint takes besides its prompt. null means the same as leaving the field out."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    prompt: Annotated[Text, AfterValidator(refuse_blank)]
     model: Name | None = Field(None, description="Served name or one of its aliases.")
     n: Annotated[int, Field(ge=1, le=10), FormLiteral] | None = Field(None, description="Image i uses seed + i.")
     size: Name | None = Field(None, description="`auto`, or WIDTHxHEIGHT in pixels.", examples=["1024x1024"])
@@ -140,11 +149,38 @@ class ImageRequest(BaseModel):
     )
 
 
-def parse_json(body: bytes, *, keep_unknown: bool) -> ImageRequest:
+class ImageRequest(PictureFields):
+    """A request for pictures."""
+
+    prompt: Annotated[Text, AfterValidator(refuse_blank)]
+
+
+class ImageReference(BaseModel):
+    """A picture by its URL."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    image_url: ImageUrl
+    file_id: Annotated[None, BeforeValidator(refuse_any)] = None
+
+
+class EditRequest(ImageRequest):
+    """A request for changed pictures as JSON: their URLs are in `images`, or, as others spell it, in `image`."""
+
+    images: list[ImageReference] | None = None
+    image: Annotated[list[ImageUrl], BeforeValidator(as_list)] | None = Field(
+        None, description="The same as `images`, as bare URLs; one need not be in a list."
+    )
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse_json(body: bytes, model: type[M], *, keep_unknown: bool) -> M:
     """Judge a JSON body. With `keep_unknown`, unknown fields end up in `model_extra`. Raises `ApiError`."""
     refuse_crowd(body)
     try:
-        request = ImageRequest.model_validate_json(body, extra="allow" if keep_unknown else "forbid")
+        request = model.model_validate_json(body, extra="allow" if keep_unknown else "forbid")
         json.dumps(request.model_extra, allow_nan=False)  # fields that have a type refuse NaN themselves
     except ValidationError as error:
         raise from_validation(error) from error

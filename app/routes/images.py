@@ -8,18 +8,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from app.answers import ImagesResponse
+from app.bodies import FORM, JSON, MAX_TEXT_BYTES, media_type_of, read_body
 from app.dependencies import Counted, CountingDep, ServicesDep
 from app.disconnect import unless_disconnected
-from app.errors import invalid, payload_too_large, unsupported_media_type
+from app.errors import invalid
 from app.image_events import EDIT, GENERATION, EventTypes, ImageEvents
 from app.metrics import Counting
-from app.multipart import read_form
+from app.multipart import MAX_IMAGES, read_form, too_many_images
 from app.openapi import ERROR_RESPONSES, form_schema, image_responses, request_body, schema_of
 from app.orders import Order, take_order
-from app.schemas import ImageRequest, parse_form, parse_json
+from app.schemas import EditRequest, ImageRequest, parse_form, parse_json
+from app.sources import ImageSource, source_of
 from app.streaming import EventStream
-
-MAX_JSON_BYTES = 16 * 2**20  # it holds texts, no pictures; parsing holds up the event loop
 
 router = APIRouter(prefix="/v1/images", tags=["images"], responses=ERROR_RESPONSES, dependencies=[Counted])
 
@@ -32,44 +32,39 @@ router = APIRouter(prefix="/v1/images", tags=["images"], responses=ERROR_RESPONS
 )
 async def create_image(request: Request, services: ServicesDep, counting: CountingDep) -> Response:
     """Draw pictures from a prompt."""
-    require_media_type(request, "application/json")
-    fields = parse_json(await read_json(request), keep_unknown=services.settings.unknown_fields == "warn")
-    return await answer(take_order(request, fields, [], services), fields, GENERATION, counting)
+    media_type_of(request, JSON)
+    body = await read_body(request, MAX_TEXT_BYTES)
+    fields = parse_json(body, ImageRequest, keep_unknown=services.keeps_unknown)
+    return await answer(await take_order(request, fields, [], services), fields, GENERATION, counting)
 
 
 @router.post(
     "/edits",
     response_model=ImagesResponse,
     responses=image_responses(),
-    openapi_extra=request_body(form=form_schema()),
+    openapi_extra=request_body(form=form_schema(), json=schema_of(EditRequest)),
 )
 async def edit_image(request: Request, services: ServicesDep, counting: CountingDep) -> Response:
-    """Draw pictures from a prompt and one to four PNG, JPEG or WebP files; of an animation, from its first frame."""
-    require_media_type(request, "multipart/form-data")
-    form = await read_form(request, max_file_bytes=services.settings.max_image_bytes)
-    fields = parse_form(form.texts, keep_unknown=services.settings.unknown_fields == "warn")
-    if not form.images:
+    """Draw pictures from a prompt and one to four PNG, JPEG or WebP images; of an animation, from its first frame."""
+    if media_type_of(request, FORM, JSON) == FORM:
+        form = await read_form(request, max_file_bytes=services.settings.max_image_bytes)
+        fields, images = parse_form(form.texts, keep_unknown=services.keeps_unknown), form.images
+    else:
+        body = await read_body(request, services.settings.max_body_bytes)
+        fields, images = await asyncio.to_thread(parse_edit, body, keep_unknown=services.keeps_unknown)
+    if not images:
         raise invalid("Missing required parameter: 'image'.", param="image", code="missing_required_parameter")
-    return await answer(take_order(request, fields, form.images, services), fields, EDIT, counting)
+    return await answer(await take_order(request, fields, images, services), fields, EDIT, counting)
 
 
-def require_media_type(request: Request, expected: str) -> None:
-    """Raise 415 for another type of body, or one that would have to be unpacked first."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != expected:
-        raise unsupported_media_type(f"This route takes '{expected}': set the content-type header.")
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise unsupported_media_type("Compressed bodies are not taken: leave out the content-encoding header.")
-
-
-async def read_json(request: Request) -> bytes:
-    """The body, if it is no longer than any that could make sense."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON_BYTES:
-            raise payload_too_large(f"A JSON body may have {MAX_JSON_BYTES} bytes.")
-    return bytes(body)
+def parse_edit(body: bytes, *, keep_unknown: bool) -> tuple[ImageRequest, list[ImageSource]]:
+    """The fields of an edit that came as JSON, and its images."""
+    fields = parse_json(body, EditRequest, keep_unknown=keep_unknown)
+    urls = [(reference.image_url, "images") for reference in fields.images or []]
+    urls += [(url, "image") for url in fields.image or []]
+    if len(urls) > MAX_IMAGES:
+        raise too_many_images("image")
+    return fields, [source_of(url, param=param) for url, param in urls]
 
 
 async def answer(order: Order, fields: ImageRequest, types: EventTypes, counting: Counting) -> Response:

@@ -1,0 +1,113 @@
+"""The ways in which a picture comes to an endpoint: as a file, in a data URL, or behind a link.
+
+What a URL declares decides only whether it is looked at; what the picture is, its content says (`app.images`). Data
+URLs are decoded as late as files are: in a thread, once their request has its place.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from app.errors import invalid, payload_too_large
+from app.links import Links
+
+DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*?)(;base64)?,", re.IGNORECASE)
+MAX_PREFIX_CHARS = 256
+IMAGE_TYPE = re.compile(r"(image/(?!svg)[a-z0-9.+-]+|application/octet-stream|)", re.IGNORECASE)
+WHITESPACE = bytes.maketrans(b"", b""), b" \t\r\n"
+SLICE_CHARS = 2**20  # a multiple of 4; decoding holds the interpreter's lock, so it goes in pieces
+
+Fetch = Callable[[str], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataUrl:
+    """The base64 text of a picture, not yet decoded."""
+
+    text: str
+    start: int  # of the base64 in it
+    param: str
+
+    def read(self, max_bytes: int) -> bytes:
+        """Decode it. Raises `ApiError`: 413 over `max_bytes`, 400 for what is not base64."""
+        if 3 * (len(self.text) - self.start) // 4 > max_bytes + SLICE_CHARS:
+            raise self._too_large(max_bytes)
+        try:
+            encoded = self.text[self.start :].encode("ascii").translate(*WHITESPACE)
+            decoded = bytearray()
+            for start in range(0, len(encoded), SLICE_CHARS):
+                piece = encoded[start : start + SLICE_CHARS]
+                if b"=" in piece and start + SLICE_CHARS < len(encoded):
+                    raise binascii.Error("padding before the end")
+                decoded += binascii.a2b_base64(piece, strict_mode=True)
+        except (UnicodeEncodeError, binascii.Error) as error:
+            raise invalid("An image's data URL is not valid base64.", param=self.param, code="invalid_image") from error
+        if len(decoded) > max_bytes:
+            raise self._too_large(max_bytes)
+        return bytes(decoded)
+
+    def _too_large(self, max_bytes: int) -> Exception:
+        return payload_too_large(f"An image file is larger than {max_bytes} bytes.", param=self.param)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """A picture that is somewhere else."""
+
+    url: str
+    param: str
+
+
+ImageSource = bytes | DataUrl | RemoteImage
+
+
+def source_of(url: str, *, param: str) -> DataUrl | RemoteImage:
+    """What a client's URL stands for. Raises `ApiError` for anything but a data URL of an image and http(s)."""
+    scheme = url[:MAX_PREFIX_CHARS].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        return RemoteImage(url, param)
+    if scheme != "data":
+        message = "An image URL must be a data URL, or start with http:// or https://."
+        raise invalid(message, param=param, code="invalid_image_url")
+    match = DATA_URL.match(url, 0, MAX_PREFIX_CHARS)
+    if match is None or not match[3]:
+        message = "A data URL must have the form data:image/png;base64,…"
+        raise invalid(message, param=param, code="invalid_image_url")
+    if not IMAGE_TYPE.fullmatch(match[1].strip()):
+        message = "A data URL must hold a PNG, JPEG or WebP image."
+        raise invalid(message, param=param, code="invalid_image_url")
+    return DataUrl(url, match.end(), param)
+
+
+async def refuse_url(url: str) -> bytes:
+    """The `Fetch` of a service that fetches nothing."""
+    message = "Images by http(s) URL are not taken here: send the file, or a data URL."
+    raise invalid(message, param="image", code="url_not_allowed")
+
+
+async def fetched(sources: Sequence[ImageSource], fetch: Fetch, links: Links) -> list[bytes | DataUrl]:
+    """The sources with what is behind links in place of the links. Our own links are not fetched but looked up."""
+    at_hand: list[bytes | DataUrl] = []
+    for source in sources:
+        if isinstance(source, RemoteImage):
+            own = linked_file(source.url, links)
+            at_hand.append(await fetch(source.url) if own is None else own)
+        else:
+            at_hand.append(source)
+    return at_hand
+
+
+def linked_file(url: str, links: Links) -> bytes | None:
+    """The picture behind a link that this service has made, as long as it is good."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    if not links.admits(parts.path, parts.query):
+        return None
+    file = links.open(parts.path.rpartition("/")[2])
+    return None if file is None else file.data
