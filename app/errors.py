@@ -102,11 +102,12 @@ def printable(name: str) -> str:
     return re.sub(r"[^\x20-\x7e]", "?", name[:MAX_PARAM_CHARS])
 
 
-def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
-    """The first fault of a body, without the value that caused it."""
+def from_validation(error: ValidationError | RequestValidationError, *, param: str | None = None) -> ApiError:
+    """The first fault of a body, without the value that caused it. `param` is where the client knows it from."""
     fault = error.errors()[0]
     kind, message = fault["type"], fault["msg"]
-    param = printable(str(fault["loc"][0])) if fault["loc"] else None
+    if fault["loc"]:
+        param = param or printable(str(fault["loc"][0]))
     if kind == "json_invalid":
         return invalid(f"{message}.", code="invalid_json")
     if param is None:
@@ -114,7 +115,9 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
     if kind == "missing":
         return invalid(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if kind == "extra_forbidden":
-        return invalid(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        where = f" in '{param}'" if len(fault["loc"]) > 1 else ""
+        name = printable(str(fault["loc"][-1]))
+        return invalid(f"Unknown parameter: '{name}'{where}.", param=param, code="unknown_parameter")
     code = {"unsupported_parameter": kind}.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     return invalid(f"Invalid '{param}': {message}.", param=param, code=code)
 

@@ -15,7 +15,7 @@ from app.errors import install_handlers
 from app.links import Links
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
-from app.routes import files, health, images, metrics, models, requests
+from app.routes import chat, files, health, images, metrics, models, requests
 from app.settings import Settings
 from engine.engine import Engine
 from models.errors import CheckpointError
@@ -46,7 +46,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     app.state.stop_server = lambda: None
 
     install_handlers(app)
-    for routes in (images, files, requests, models, health, metrics):
+    for routes in (images, chat, files, requests, models, health, metrics):
         app.include_router(routes.router)
 
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the outermost

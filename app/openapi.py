@@ -69,17 +69,17 @@ def event_stream(*events: Schema) -> Schema:
     }
 
 
+def data_event(data: Schema) -> Schema:
+    """An event without a name."""
+    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    return {"type": "object", "required": ["data"], "properties": {"data": content}}
+
+
 def named_event(data: Schema) -> Schema:
     """An event whose name is also the `type` in its data."""
-    names = data["properties"]["type"]
-    return {
-        "type": "object",
-        "required": ["event", "data"],
-        "properties": {
-            "event": {key: names[key] for key in ("enum", "const") if key in names},
-            "data": {"type": "string", "contentMediaType": "application/json", "contentSchema": data},
-        },
-    }
+    names = {key: value for key, value in data["properties"]["type"].items() if key in ("enum", "const")}
+    event = data_event(data)
+    return {**event, "required": ["event", "data"], "properties": {"event": names, **event["properties"]}}
 
 
 def error_event() -> Schema:

@@ -24,6 +24,7 @@ from pydantic_settings import (
 from engine.config import EngineConfig
 
 ENV_PREFIX = "EASEL_"
+ContentShape = Literal["text", "markdown", "parts"]
 
 
 class SettingsError(ValueError):
@@ -113,6 +114,10 @@ class Settings(BaseSettings):
     )
     unknown_fields: Literal["error", "warn"] = Field(
         "error", description="Whether a request field that nobody knows is refused or only named in warnings."
+    )
+    chat_content: ContentShape = Field(
+        "text",
+        description="Form of `content` in chat: a short text, the picture as Markdown, or parts.",
     )
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$")] | None = Field(
         None, description="Address of this service in links to pictures; unset means the one that the client used."

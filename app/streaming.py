@@ -31,6 +31,11 @@ def event(kind: str, data: BaseModel) -> bytes:
     return f"event: {kind}\ndata: {data.model_dump_json(exclude_none=True)}\n\n".encode()
 
 
+def data_line(data: BaseModel) -> bytes:
+    """One event without a name."""
+    return f"data: {data.model_dump_json()}\n\n".encode()
+
+
 def error_event(error: ApiError) -> bytes:
     body = ErrorBody(error=error.detail).model_dump_json().removeprefix("{")
     return f'event: error\ndata: {{"type":"error",{body}\n\n'.encode()

@@ -25,7 +25,12 @@ from PIL import Image
 from app.cli import build_parser, flag_of, main
 from app.settings import Settings
 
-CHOICES = {"dtype": "auto", "worker": "inline", "policy": "fcfs"}  # a word that the flag takes
+CHOICES = {
+    "chat_content": "markdown",
+    "dtype": "auto",
+    "worker": "inline",
+    "policy": "fcfs",
+}  # a word that the flag takes
 START_SECONDS = 120  # torch alone takes ten on a busy machine
 
 
