@@ -57,7 +57,7 @@ class GradientEngine:
         self.received: list[GenerationParams] = []
         self.request_ids: list[str] = []
         self.pending: dict[str, asyncio.Future[None]] = {}
-        self.num_waiting = self.num_cancelled = 0
+        self.num_waiting = self.num_cancelled = self.num_asked = 0
         self.backlog_s = 0.0
         self.give_up: Callable[[str], None] = lambda reason: None
         self.drained_s: float | None = None
@@ -80,6 +80,7 @@ class GradientEngine:
         return len(self.pending)
 
     def status(self, request_id: str) -> RequestStatus | None:
+        self.num_asked += 1
         if request_id not in self.pending:
             return None
         return RequestStatus(request_id, running=True, position=0, step=3, num_steps=50, eta_s=1.25)

@@ -115,7 +115,9 @@ async def test_progress_is_told_to_whoever_asks(connect, engine, png, options):
         fields = {**STREAM, "partial_images": 2, "stream_options": {"include_progress": True}}
         sending = client.post(URL, json=fields)
     answer = asyncio.create_task(sending)
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(60):
+        while engine.num_asked < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     engine.may_finish.set()
     events = parse((await answer).text)
     progress = [
@@ -132,15 +134,17 @@ async def test_bad_stream_options(client, refused, options):
     refused(response, 400, param="stream_options")
 
 
-async def test_comments_keep_the_connection_alive(connect, engine):
-    client = await connect(heartbeat_seconds=0.01)
+async def test_comments_keep_the_connection_alive(serve, engine):
+    client = await serve(heartbeat_seconds=0.01)
     engine.may_finish.clear()
-    answer = asyncio.create_task(client.post(URL, json=STREAM))
-    await asyncio.sleep(0.2)
-    engine.may_finish.set()
-    text = (await answer).text
-    assert text.startswith(": keepalive\n\n: keepalive\n\n")
-    assert [name for name, _ in parse(text)] == ["image_generation.completed"]
+    lines = []
+    async with client.stream("POST", URL, json=STREAM) as response:
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if lines.count(": keepalive") == 3:
+                engine.may_finish.set()
+    assert lines[:4] == [": keepalive", "", ": keepalive", ""]
+    assert [name for name, _ in parse("\n".join([*lines, ""]))] == ["image_generation.completed"]
 
 
 async def test_what_is_wrong_with_a_request_is_no_event(connect, engine, refused):
