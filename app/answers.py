@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from app.errors import ErrorDetail
 from app.images import OutputFormat
 
 EffectiveBackground = Literal["transparent", "opaque"]
@@ -105,15 +106,18 @@ class CompletedEvent(BaseModel):
 
 
 class RequestState(BaseModel):
-    """Where a request is. `position` is 0 while it runs; steps count over all its pictures."""
+    """Where a request is. `position` is 0 once it runs; steps count over all its pictures. Of a job, `result` is where
+    its answer is or will be, and `error` why it failed."""
 
     id: str
     object: Literal["image.request"] = "image.request"
-    status: Literal["running", "queued"]
+    status: Literal["running", "queued", "completed", "failed"]
     position: int
     step: int
     num_steps: int
     eta_seconds: float
+    result: str | None = None
+    error: ErrorDetail | None = None
 
 
 class ProgressEvent(BaseModel):

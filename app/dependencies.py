@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Counting, Metrics
 from app.settings import Settings
@@ -23,6 +24,7 @@ class Services:
     engine: Engine
     metrics: Metrics
     links: Links
+    jobs: Jobs
     fetch: Fetch = refuse_url
 
     @property

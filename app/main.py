@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from app.dependencies import Services
 from app.errors import install_handlers
+from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
@@ -37,6 +38,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         engine=engine or Engine(settings.engine_config(), observe=counted.observe),
         metrics=counted,
         links=Links(max_bytes=settings.link_store_bytes, lifetime_s=settings.link_seconds),
+        jobs=Jobs(max_jobs=settings.max_jobs, max_bytes=settings.job_store_bytes, max_age_s=settings.job_seconds),
     )
     counted.watch(services.engine)
     app.state.services = services
@@ -87,6 +89,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loading.cancel()
         await asyncio.wait({loading})
         await engine.stop(services.settings.drain_seconds)
+        await services.jobs.close()
 
     app.state.drain = drain
     yield

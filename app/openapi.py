@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from app.answers import CompletedEvent, PartialImageEvent, ProgressEvent
+from app.answers import CompletedEvent, PartialImageEvent, ProgressEvent, RequestState
 from app.errors import ErrorBody, ErrorDetail
+from app.images import OutputFormat
 from app.multipart import MAX_IMAGES
 from app.schemas import ImageRequest
 
@@ -88,8 +89,13 @@ def error_event() -> Schema:
 
 
 def image_responses() -> dict[int | str, Schema]:
-    """What an endpoint for pictures answers, besides its plain JSON."""
+    """What an endpoint for pictures answers, besides its plain JSON and its errors."""
     events = [named_event(schema_of(model)) for model in (PartialImageEvent, CompletedEvent, ProgressEvent)]
     stream = event_stream(*events, error_event())
-    description = "The pictures: at once, or as events with `stream`."
-    return {200: {"description": description, "content": stream}}
+    files = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in get_args(OutputFormat)}
+    description = "The pictures: at once, as events with `stream`, or a single one as it is for `Accept: image/*`."
+    return {
+        200: {"description": description, "content": {**stream, **files}},
+        202: {"model": RequestState, "description": "With `background_job`: where its answer will be."},
+        409: {"model": ErrorBody, "description": "There is a background job of this request's id already."},
+    }

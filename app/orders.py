@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from starlette.requests import Request
 
 from app.dependencies import Services
 from app.disconnect import unless_disconnected
 from app.drawing import Drawing
-from app.images import decode_upload
+from app.images import OutputFormat, decode_upload
 from app.links import PictureFile
 from app.middleware import request_id_of
 from app.params import output_options, params_from, with_images, within
@@ -27,6 +28,7 @@ class Order:
     request: Request
     params: GenerationParams | Callable[[], GenerationParams]
     num_images: int
+    as_file: bool  # the client wants its one picture as it is, without JSON around it
     renderer: Renderer
     warnings: list[str]
     services: Services
@@ -47,8 +49,12 @@ async def take_order(
     """Check `fields` and fetch what has to be fetched. Raises `ApiError`. Images are decoded on admission."""
     settings, card = services.settings, services.engine.card
     textual, warnings = params_from(fields, settings, card)
-    textual = within(textual, request.headers.get("x-stainless-read-timeout"))
-    renderer = Renderer(output_options(fields, settings), publisher(request, fields, services))
+    if not fields.background_job:  # nobody waits for that
+        textual = within(textual, request.headers.get("x-stainless-read-timeout"))
+    as_file, file_format = accepted_file(request.headers.get("accept", ""))
+    as_file = as_file and textual.num_images == 1
+    options = output_options(fields, settings, file_format if as_file else "png")
+    renderer = Renderer(options, publisher(request, fields, services))
 
     uploads = await fetched(sources, services.fetch, services.links)
 
@@ -61,7 +67,15 @@ async def take_order(
         return with_images(textual, pictures, settings, card)
 
     params = whole_params if uploads else textual
-    return Order(request, params, textual.num_images, renderer, warnings, services)
+    return Order(request, params, textual.num_images, as_file, renderer, warnings, services)
+
+
+def accepted_file(accept: str) -> tuple[bool, OutputFormat]:
+    """Whether an Accept header asks for an image, not for JSON as well, and for which kind."""
+    types = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
+    images = [kind.removeprefix("image/") for kind in types if kind.startswith("image/")]
+    as_file = bool(images) and not any(kind.startswith(("application/", "text/")) for kind in types)
+    return as_file, next((kind for kind in get_args(OutputFormat) if kind in images), "png")
 
 
 def publisher(request: Request, fields: ImageRequest, services: Services) -> Publish | None:

@@ -24,7 +24,13 @@ SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 ANSWER_S, ANSWER_SHARE = 0.5, 0.1  # of an announced read timeout, kept for the file and the way back
 MAX_NAMED = 20  # unknown fields that one answer warns of
 STEP_SHARE = {"medium": 0.60, "low": 0.35}
-NO_EFFECT = {"moderation": "auto", "style": None, "input_fidelity": None}  # and the value that asks for nothing
+NO_EFFECT = {  # and the value that asks for nothing
+    "moderation": "auto",
+    "style": None,
+    "input_fidelity": None,
+    "complexity": None,
+    "cache": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ def params_from(request: ImageRequest, settings: Settings, card: ModelCard) -> t
     The condition images are left out: they are decoded only once all the rest is known to be valid.
     """
     check_model(request.model, settings)
+    if request.stream and request.background_job:
+        raise invalid("A background job can't be streamed: leave out one of the two.", param="background_job")
     size_px = parse_size(request.size, settings)
     resolution_px = check_resolution(request.resolution, settings)
     num_steps, quality_warnings = steps_for(request, card)
@@ -90,9 +98,9 @@ def params_from(request: ImageRequest, settings: Settings, card: ModelCard) -> t
     return params, [*ignored_fields(request), *quality_warnings]
 
 
-def output_options(request: ImageRequest, settings: Settings) -> OutputOptions:
+def output_options(request: ImageRequest, settings: Settings, default_format: OutputFormat = "png") -> OutputOptions:
     """How to write the pictures. Raises `ApiError` for a combination that can't be written."""
-    output_format = request.output_format or "png"
+    output_format = request.output_format or default_format
     background = request.background or "auto"
     if background == "transparent" and output_format == "jpeg":
         raise invalid("jpeg has no transparency: use png or webp.", param="background")

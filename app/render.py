@@ -46,17 +46,26 @@ class Renderer:
     options: OutputOptions
     publish: Publish | None
 
+    def file(self, result: GenerationResult) -> tuple[PictureFile, float]:
+        """The one picture of a request as it is, and the seconds that it took."""
+        started_s = time.perf_counter()
+        file, _ = self._write(result.images[0].pixels)
+        return file, time.perf_counter() - started_s
+
     def picture(self, pixels: np.ndarray) -> Rendered:
-        options = self.options
-        encoded = encode(pixels, options.format, options.background, options.compression)
-        file = PictureFile(encoded.data, options.format)
+        file, transparent = self._write(pixels)
         return Rendered(
             file,
-            background="transparent" if encoded.transparent else "opaque",
+            background="transparent" if transparent else "opaque",
             size=f"{pixels.shape[1]}x{pixels.shape[0]}",
             b64_json=None if self.publish else pybase64.b64encode_as_string(file.data),
             url=self.publish(file) if self.publish else None,
         )
+
+    def _write(self, pixels: np.ndarray) -> tuple[PictureFile, bool]:
+        options = self.options
+        encoded = encode(pixels, options.format, options.background, options.compression)
+        return PictureFile(encoded.data, options.format), encoded.transparent
 
     def answer(self, result: GenerationResult, warnings: Sequence[str]) -> tuple[bytes, float]:
         """The JSON body of OpenAI's image answer, and the seconds that its files took."""

@@ -121,15 +121,25 @@ class PictureFields(BaseModel):
     partial_images: Annotated[int, Field(ge=0, le=3), FormLiteral] | None = Field(
         None, description="How many pictures of each image a stream shows while it is being made."
     )
+    background_job: Annotated[bool, FormLiteral] | None = Field(
+        None, description="Answer 202 at once; the pictures are kept at /v1/images/requests/{id}/result."
+    )
     stream_options: Annotated[StreamOptions, BeforeValidator(object_from_form)] | None = None
     mask: Annotated[None, BeforeValidator(refuse_any)] = None
     markup: Annotated[None, BeforeValidator(refuse_any)] = None
+    svg: Annotated[None, BeforeValidator(refuse_any)] = None
+    frame_count: Annotated[None, BeforeValidator(refuse_any)] = None
+    frame_duration_ms: Annotated[None, BeforeValidator(refuse_any)] = None
 
     user: Name | None = Field(None, description="No effect.")
     safety_identifier: Name | None = Field(None, description="No effect.")
     moderation: Literal["auto", "low"] | None = Field(None, description="No effect.")
     style: Literal["vivid", "natural"] | None = Field(None, description="No effect.")
     input_fidelity: Literal["high", "low"] | None = Field(None, description="No effect.")
+    complexity: Literal["low", "medium", "high"] | None = Field(None, description="No effect.")
+    cache: Annotated[bool, FormLiteral] | None = Field(
+        None, description="Allow to skip work from step to step. No effect yet: every step is computed."
+    )
 
     seed: Annotated[int, Field(ge=-1, lt=2**32), FormLiteral] | None = Field(None, description="-1 or absent: random.")
     num_inference_steps: Annotated[int, Field(ge=1, le=200), FormLiteral] | None = None

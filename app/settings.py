@@ -128,6 +128,13 @@ class Settings(BaseSettings):
     link_store_bytes: int = Field(
         512 * 2**20, ge=1, description="Memory for the pictures behind links; the oldest give way to new ones."
     )
+    job_seconds: float = Field(
+        3600.0, gt=0, allow_inf_nan=False, description="Time for which the answer to a background job is kept."
+    )
+    max_jobs: int = Field(100, ge=1, description="Finished background jobs whose answers are kept.")
+    job_store_bytes: int = Field(
+        512 * 2**20, ge=1, description="Memory for the answers to background jobs; the oldest give way to new ones."
+    )
     heartbeat_seconds: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="A stream with nothing to tell sends a comment this often."
     )

@@ -7,19 +7,17 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from app.answering import answer
 from app.answers import ImagesResponse
 from app.bodies import FORM, JSON, MAX_TEXT_BYTES, media_type_of, read_body
 from app.dependencies import Counted, CountingDep, ServicesDep
-from app.disconnect import unless_disconnected
 from app.errors import invalid
-from app.image_events import EDIT, GENERATION, EventTypes, ImageEvents
-from app.metrics import Counting
+from app.image_events import EDIT, GENERATION
 from app.multipart import MAX_IMAGES, read_form, too_many_images
 from app.openapi import ERROR_RESPONSES, form_schema, image_responses, request_body, schema_of
-from app.orders import Order, take_order
+from app.orders import take_order
 from app.schemas import EditRequest, ImageRequest, parse_form, parse_json
 from app.sources import ImageSource, source_of
-from app.streaming import EventStream
 
 router = APIRouter(prefix="/v1/images", tags=["images"], responses=ERROR_RESPONSES, dependencies=[Counted])
 
@@ -65,28 +63,3 @@ def parse_edit(body: bytes, *, keep_unknown: bool) -> tuple[ImageRequest, list[I
     if len(urls) > MAX_IMAGES:
         raise too_many_images("image")
     return fields, [source_of(url, param=param) for url, param in urls]
-
-
-async def answer(order: Order, fields: ImageRequest, types: EventTypes, counting: Counting) -> Response:
-    """Draw what was ordered, and send it all at once or as it comes."""
-    services = order.services
-    drawing = await order.admit()
-    if fields.stream:
-        options = fields.stream_options
-        events = ImageEvents(
-            types,
-            order.request_id,
-            order.num_images,
-            order.renderer,
-            order.warnings,
-            include_progress=bool(options and options.include_progress),
-            services=services,
-            counting=counting,
-        )
-        counting.postpone()
-        return EventStream(events.of(drawing), drawing.close, counting)
-    async with drawing:
-        result = await unless_disconnected(order.request.receive, drawing.result())
-    body, file_s = await asyncio.to_thread(order.renderer.answer, result, order.warnings)
-    services.metrics.delivered(result, file_s)
-    return Response(body, media_type="application/json")

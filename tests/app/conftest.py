@@ -139,7 +139,7 @@ class GradientEngine:
             raise
         finally:
             waiting.cancel()
-            del self.pending[request_id]
+            self.pending.pop(request_id, None)
         if self.error:
             raise self.error
         seeds = [(params.seed + i) % 2**32 for i in range(params.num_images)]

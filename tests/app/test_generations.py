@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 
 import numpy as np
 import pytest
+from PIL import Image
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -379,3 +382,47 @@ async def test_output_carries_no_metadata(client, opened):
         image = opened(response)
         assert not image.getexif()
         assert not image.info.keys() & {"exif", "xmp", "icc_profile", "comment", "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("accept", "fields", "kind"),
+    [
+        ("image/*", {}, "image/png"),
+        ("image/*", {"output_format": "jpeg"}, "image/jpeg"),
+        ("image/webp", {}, "image/webp"),
+        ("image/avif,image/webp;q=0.9,image/*;q=0.5,*/*;q=0.1", {}, "image/webp"),
+        ("image/webp", {"output_format": "png"}, "image/png"),
+        ("IMAGE/PNG", {"response_format": "url"}, "image/png"),
+        ("image/*", {"n": 2}, "application/json"),
+        ("application/json, image/*", {}, "application/json"),
+        ("*/*", {}, "application/json"),
+        ("", {}, "application/json"),
+        ("image/*", {"stream": True}, "text/event-stream; charset=utf-8"),
+    ],
+)
+async def test_raw_file_for_those_who_accept_images(client, accept, fields, kind):
+    response = await client.post(URL, json={"prompt": "a", "seed": 4, **fields}, headers={"accept": accept})
+    assert (response.status_code, response.headers["content-type"]) == (200, kind)
+    if kind.startswith("image/"):
+        with Image.open(io.BytesIO(response.content)) as picture:
+            assert f"image/{picture.format.lower()}" == kind
+        assert response.headers["x-easel-seed"] == "4"
+        plain = await client.post(URL, json={"prompt": "a", "seed": 4, "output_format": kind.partition("/")[2]})
+        assert base64.b64decode(plain.json()["data"][0]["b64_json"]) == response.content
+
+
+async def test_warnings_of_a_raw_file_are_in_a_header(client):
+    response = await client.post(URL, json={"prompt": "a", "style": "vivid"}, headers={"accept": "image/png"})
+    assert "style" in response.headers["x-easel-warnings"]
+
+
+@pytest.mark.parametrize("name", ["svg", "frame_count", "frame_duration_ms"])
+async def test_fields_of_other_kinds_of_output(client, refused, name):
+    refused(await client.post(URL, json={"prompt": "a", name: 2}), 400, param=name, code="unsupported_parameter")
+
+
+async def test_caching_and_complexity_are_typed_and_have_no_effect(client, refused):
+    answer = (await client.post(URL, json={"prompt": "a", "cache": True, "complexity": "high"})).json()
+    assert len(answer["warnings"]) == 2
+    assert (await client.post(URL, json={"prompt": "a", "cache": False})).json()["warnings"] == []
+    refused(await client.post(URL, json={"prompt": "a", "cache": "yes"}), 400, param="cache")
