@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic_core import to_json
 
 from app.drawing import Drawing
 from app.metrics import Metrics
@@ -162,7 +163,7 @@ class ChatAnswer:
             usage=chat_usage(result.usage),
             warnings=[*self.warnings, *result.warnings],
         )
-        return answer.model_dump_json().encode(), file_s
+        return to_json(answer), file_s
 
     async def chunks(self, drawing: Drawing) -> AsyncGenerator[bytes]:
         """The same in deltas: who speaks, as soon as the request is admitted; each picture when it is done."""

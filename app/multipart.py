@@ -16,7 +16,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from app.errors import ApiError, invalid, payload_too_large
-from app.sources import MAX_PREFIX_CHARS, ImageSource, source_of
+from app.sources import MAX_EXPANSION, MAX_PREFIX_CHARS, ImageSource, source_of
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -96,6 +96,11 @@ class FormCollector:
         """Whether the content is an image's URL instead of the image."""
         return b"url" in self.field_name or URL.match(self.content, 0, 16) is not None
 
+    @property
+    def max_content_bytes(self) -> float:
+        """Past this an image is too large whatever it turns out to be."""
+        return self.max_file_bytes * (MAX_EXPANSION if self.is_url else 1) + MAX_PREFIX_CHARS
+
     def image_source(self) -> ImageSource:
         if self.is_url:
             return source_of(self.content.decode("utf-8", errors="replace").strip(), param="image")
@@ -141,7 +146,7 @@ class FormCollector:
 
     def add_content(self, data: bytes, start: int, end: int) -> None:
         self.content += data[start:end]
-        if self.is_image and len(self.content) > self.max_file_bytes * (4 / 3 if self.is_url else 1) + MAX_PREFIX_CHARS:
+        if self.is_image and len(self.content) > self.max_content_bytes:
             raise self.too_large()
         if not self.is_image and len(self.content) > MAX_FIELD_BYTES:
             name = self.field_name.decode("latin-1")

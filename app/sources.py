@@ -12,14 +12,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import pybase64
+
 from app.errors import invalid, payload_too_large
 from app.links import Links
 
 DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*?)(;base64)?,", re.IGNORECASE)
 MAX_PREFIX_CHARS = 256
 IMAGE_TYPE = re.compile(r"(image/(?!svg)[a-z0-9.+-]+|application/octet-stream|)", re.IGNORECASE)
-WHITESPACE = bytes.maketrans(b"", b""), b" \t\r\n"
-SLICE_CHARS = 2**20  # a multiple of 4; decoding holds the interpreter's lock, so it goes in pieces
+WHITESPACE = b" \t\r\n"
+MAX_EXPANSION = 1.5  # base64 in lines takes 1.38 times the bytes
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
@@ -34,21 +36,16 @@ class DataUrl:
 
     def read(self, max_bytes: int) -> bytes:
         """Decode it. Raises `ApiError`: 413 over `max_bytes`, 400 for what is not base64."""
-        if 3 * (len(self.text) - self.start) // 4 > max_bytes + SLICE_CHARS:
+        if len(self.text) - self.start > MAX_EXPANSION * max_bytes + MAX_PREFIX_CHARS:
             raise self._too_large(max_bytes)
         try:
-            encoded = self.text[self.start :].encode("ascii").translate(*WHITESPACE)
-            decoded = bytearray()
-            for start in range(0, len(encoded), SLICE_CHARS):
-                piece = encoded[start : start + SLICE_CHARS]
-                if b"=" in piece and start + SLICE_CHARS < len(encoded):
-                    raise binascii.Error("padding before the end")
-                decoded += binascii.a2b_base64(piece, strict_mode=True)
+            encoded = self.text[self.start :].encode("ascii").translate(None, WHITESPACE)
+            decoded = pybase64.b64decode(encoded, validate=True)
         except (UnicodeEncodeError, binascii.Error) as error:
             raise invalid("An image's data URL is not valid base64.", param=self.param, code="invalid_image") from error
         if len(decoded) > max_bytes:
             raise self._too_large(max_bytes)
-        return bytes(decoded)
+        return decoded
 
     def _too_large(self, max_bytes: int) -> Exception:
         return payload_too_large(f"An image file is larger than {max_bytes} bytes.", param=self.param)

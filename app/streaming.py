@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,12 +29,12 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nginx woul
 
 def event(kind: str, data: BaseModel) -> bytes:
     """One event. Its absent fields are left out."""
-    return f"event: {kind}\ndata: {data.model_dump_json(exclude_none=True)}\n\n".encode()
+    return b"".join((b"event: ", kind.encode(), b"\ndata: ", to_json(data, exclude_none=True), b"\n\n"))
 
 
 def data_line(data: BaseModel) -> bytes:
     """One event without a name."""
-    return f"data: {data.model_dump_json()}\n\n".encode()
+    return b"".join((b"data: ", to_json(data), b"\n\n"))
 
 
 def error_event(error: ApiError) -> bytes:
