@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from app.errors import ApiError, from_engine, internal_error
+from app.errors import NO_RETRY, ApiError, from_engine, internal_error
 from app.metrics import Counting
 from app.shelf import Shelf
 from engine.errors import EngineError
@@ -49,7 +49,8 @@ class Jobs:
     def check_new(self, request_id: str) -> None:
         """Raise `ApiError` if there is a job of this id: a client that sends one again learns that it has arrived."""
         if self.find(request_id) is not None:
-            raise ApiError(409, "There is a job of this id already.", param="x-request-id", code="duplicate_request")
+            message = "There is a background job of this id already."
+            raise ApiError(409, message, param="x-request-id", code="duplicate_request", headers=NO_RETRY)
 
     def start(self, job: Job, answering: Callable[[], Coroutine[Any, Any, Response]], counting: Counting) -> None:
         """Make the answer in a task of its own, where `counting` is postponed to. Raises like `check_new`."""
