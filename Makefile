@@ -1,10 +1,11 @@
 # Everything runs in .venv, which is made on first use and renewed when pyproject.toml or constraints.txt change.
 #   make serve                      the service on port 8000, with the embedded demo checkpoint
 #   make serve ARGS="--port 9000"   … with flags, or a checkpoint: ARGS=Qwen/Qwen-Image-2.1
-#   make test ARGS="-k settings"    the CPU tests
+#   make test ARGS="-k settings"    the CPU tests; clients that need packages of their own run in .venv-clients
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 ARGS ?=
 
 .PHONY: serve test lint format clean
@@ -12,7 +13,7 @@ ARGS ?=
 serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(CLIENTS)/.installed
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -25,7 +26,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -41,3 +42,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/bin/python
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	touch $@
