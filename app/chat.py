@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.bodies import lift_urls
 from app.errors import from_validation, invalid
 from app.multipart import MAX_IMAGES, too_many_images
-from app.schemas import ImageRequest, ImageUrl, PictureFields, refuse_any, unsupported
+from app.schemas import ImageRequest, ImageUrl, PictureFields, parse_json, refuse_any, unsupported
 from app.sources import ImageSource, source_of
 
 MAX_PARTS = 256  # of all messages
@@ -141,8 +142,10 @@ TEXT_FIELDS = tuple(
 )
 
 
-def order_of(chat: ChatRequest) -> tuple[ImageRequest, list[ImageSource], list[str]]:
-    """What the conversation asks for, the pictures it is made from, and warnings. Raises `ApiError`."""
+def order_of(body: bytearray, *, keep_unknown: bool) -> tuple[ChatRequest, ImageRequest, list[ImageSource]]:
+    """The conversation, what it asks for, and the pictures it is made from. Raises `ApiError`."""
+    json_body = lift_urls(body)
+    chat = parse_json(json_body.text, ChatRequest, keep_unknown=keep_unknown)
     check_size(chat)
     turn = next((message for message in reversed(chat.messages) if message.role == "user"), None)
     if turn is None:
@@ -159,7 +162,7 @@ def order_of(chat: ChatRequest) -> tuple[ImageRequest, list[ImageSource], list[s
         request = ImageRequest.model_validate(fields, extra="allow")
     except ValidationError as error:  # only the prompt is new
         raise from_validation(error, param="messages") from error
-    return request, [source_of(url, param="messages") for url in urls], warnings_of(chat)
+    return chat, request, [source_of(url, param="messages", lifted=json_body.lifted) for url in urls]
 
 
 def check_size(chat: ChatRequest) -> None:

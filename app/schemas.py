@@ -186,7 +186,7 @@ class EditRequest(ImageRequest):
 M = TypeVar("M", bound=BaseModel)
 
 
-def parse_json(body: bytes, model: type[M], *, keep_unknown: bool) -> M:
+def parse_json(body: bytes | bytearray, model: type[M], *, keep_unknown: bool) -> M:
     """Judge a JSON body. With `keep_unknown`, unknown fields end up in `model_extra`. Raises `ApiError`."""
     refuse_crowd(body)
     try:
@@ -199,7 +199,7 @@ def parse_json(body: bytes, model: type[M], *, keep_unknown: bool) -> M:
     return request
 
 
-def refuse_crowd(body: bytes) -> None:
+def refuse_crowd(body: bytes | bytearray) -> None:
     """Bound the number of values before they become objects: a large body of small ones would take gigabytes.
 
     Counting bytes is enough for all but texts that are full of commas.

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pybase64
 
+from app.bodies import MARK
 from app.errors import invalid, payload_too_large
 from app.links import Links
 
@@ -28,18 +29,19 @@ Fetch = Callable[[str], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class DataUrl:
-    """The base64 text of a picture, not yet decoded."""
+    """The base64 text of a picture, not yet decoded: ASCII, or whatever a client takes for it."""
 
-    text: str
-    start: int  # of the base64 in it
+    encoded: str | memoryview
     param: str
 
     def read(self, max_bytes: int) -> bytes:
         """Decode it. Raises `ApiError`: 413 over `max_bytes`, 400 for what is not base64."""
-        if len(self.text) - self.start > MAX_EXPANSION * max_bytes + MAX_PREFIX_CHARS:
+        if len(self.encoded) > MAX_EXPANSION * max_bytes + MAX_PREFIX_CHARS:
             raise self._too_large(max_bytes)
+        encoded: bytes | memoryview | str = self.encoded
         try:
-            encoded = self.text[self.start :].encode("ascii").translate(None, WHITESPACE)
+            if isinstance(encoded, str):
+                encoded = encoded.encode("ascii").translate(None, WHITESPACE)
             decoded = pybase64.b64decode(encoded, validate=True)
         except (UnicodeEncodeError, binascii.Error) as error:
             raise invalid("An image's data URL is not valid base64.", param=self.param, code="invalid_image") from error
@@ -62,22 +64,33 @@ class RemoteImage:
 ImageSource = bytes | DataUrl | RemoteImage
 
 
-def source_of(url: str, *, param: str) -> DataUrl | RemoteImage:
-    """What a client's URL stands for. Raises `ApiError` for anything but a data URL of an image and http(s)."""
+def source_of(url: str, *, param: str, lifted: Sequence[memoryview] = ()) -> DataUrl | RemoteImage:
+    """What a client's URL, or the mark of one that was `lifted` out of its body, stands for. Raises `ApiError` for
+    anything but a data URL of an image and http(s)."""
+    number = url.removeprefix(MARK)
+    if number != url and number.isdecimal() and len(number) < 4 and int(number) < len(lifted):
+        view = lifted[int(number)]
+        start = base64_start(bytes(view[:MAX_PREFIX_CHARS]).decode("latin-1"), param)
+        return DataUrl(view[start:], param)
     scheme = url[:MAX_PREFIX_CHARS].partition(":")[0].lower()
     if scheme in ("http", "https"):
         return RemoteImage(url, param)
     if scheme != "data":
         message = "An image URL must be a data URL, or start with http:// or https://."
         raise invalid(message, param=param, code="invalid_image_url")
-    match = DATA_URL.match(url, 0, MAX_PREFIX_CHARS)
+    return DataUrl(url[base64_start(url[:MAX_PREFIX_CHARS], param) :], param)
+
+
+def base64_start(head: str, param: str) -> int:
+    """Where the base64 begins in a data URL of an image that begins with `head`."""
+    match = DATA_URL.match(head)
     if match is None or not match[3]:
         message = "A data URL must have the form data:image/png;base64,…"
         raise invalid(message, param=param, code="invalid_image_url")
     if not IMAGE_TYPE.fullmatch(match[1].strip()):
         message = "A data URL must hold a PNG, JPEG or WebP image."
         raise invalid(message, param=param, code="invalid_image_url")
-    return DataUrl(url, match.end(), param)
+    return match.end()
 
 
 async def refuse_url(url: str) -> bytes:

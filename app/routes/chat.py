@@ -8,13 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from app.bodies import JSON, media_type_of, read_body
-from app.chat import ChatRequest, order_of
+from app.chat import ChatRequest, order_of, warnings_of
 from app.chat_answers import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from app.dependencies import Counted, CountingDep, ServicesDep
 from app.disconnect import unless_disconnected
 from app.openapi import ERROR_RESPONSES, data_event, error_event, event_stream, request_body, schema_of
 from app.orders import take_order
-from app.schemas import parse_json
 from app.streaming import EventStream
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=ERROR_RESPONSES, dependencies=[Counted])
@@ -36,13 +35,12 @@ async def chat_completion(request: Request, services: ServicesDep, counting: Cou
     settings = services.settings
     media_type_of(request, JSON)
     body = await read_body(request, settings.max_body_bytes)
-    chat = await asyncio.to_thread(parse_json, body, ChatRequest, keep_unknown=services.keeps_unknown)
-    fields, sources, warnings = order_of(chat)
+    chat, fields, sources = await asyncio.to_thread(order_of, body, keep_unknown=services.keeps_unknown)
     order = await take_order(request, fields, sources, services)
     answer = ChatAnswer(
         order,
         settings.chat_content,
-        [*warnings, *order.warnings],
+        [*warnings_of(chat), *order.warnings],
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
         heartbeat_s=settings.heartbeat_seconds,
         metrics=services.metrics,

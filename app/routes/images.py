@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from app.answering import answer
 from app.answers import ImagesResponse
-from app.bodies import FORM, JSON, MAX_TEXT_BYTES, media_type_of, read_body
+from app.bodies import FORM, JSON, MAX_TEXT_BYTES, lift_urls, media_type_of, read_body
 from app.dependencies import Counted, CountingDep, ServicesDep
 from app.errors import invalid
 from app.image_events import EDIT, GENERATION
@@ -55,11 +55,12 @@ async def edit_image(request: Request, services: ServicesDep, counting: Counting
     return await answer(await take_order(request, fields, images, services), fields, EDIT, counting)
 
 
-def parse_edit(body: bytes, *, keep_unknown: bool) -> tuple[ImageRequest, list[ImageSource]]:
+def parse_edit(body: bytearray, *, keep_unknown: bool) -> tuple[ImageRequest, list[ImageSource]]:
     """The fields of an edit that came as JSON, and its images."""
-    fields = parse_json(body, EditRequest, keep_unknown=keep_unknown)
+    json_body = lift_urls(body)
+    fields = parse_json(json_body.text, EditRequest, keep_unknown=keep_unknown)
     urls = [(reference.image_url, "images") for reference in fields.images or []]
     urls += [(url, "image") for url in fields.image or []]
     if len(urls) > MAX_IMAGES:
         raise too_many_images("image")
-    return fields, [source_of(url, param=param) for url, param in urls]
+    return fields, [source_of(url, param=param, lifted=json_body.lifted) for url, param in urls]
