@@ -21,6 +21,7 @@ from app.errors import from_validation, invalid, printable
 from app.images import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000
+MAX_IMAGES_OUT, MAX_PARTIAL_IMAGES = 10, 3
 MAX_JSON_TOKENS = 10_000
 JSON_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{,]', re.DOTALL)  # a string, or what announces a further value
 FORM = "form"  # the validation context of a form
@@ -106,7 +107,9 @@ class PictureFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: Name | None = Field(None, description="Served name or one of its aliases.")
-    n: Annotated[int, Field(ge=1, le=10), FormLiteral] | None = Field(None, description="Image i uses seed + i.")
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES_OUT), FormLiteral] | None = Field(
+        None, description="Image i uses seed + i."
+    )
     size: Name | None = Field(None, description="`auto`, or WIDTHxHEIGHT in pixels.", examples=["1024x1024"])
     quality: Quality | None = Field(None, description="`medium` and `low` take fewer steps, the others all.")
     background: Literal["auto", "transparent", "opaque"] | None = None
@@ -118,7 +121,7 @@ class PictureFields(BaseModel):
         None, description="`url`: links that expire instead of the pictures themselves."
     )
     stream: Annotated[bool, FormLiteral] | None = Field(None, description="Send events instead of one answer.")
-    partial_images: Annotated[int, Field(ge=0, le=3), FormLiteral] | None = Field(
+    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES), FormLiteral] | None = Field(
         None, description="How many pictures of each image a stream shows while it is being made."
     )
     background_job: Annotated[bool, FormLiteral] | None = Field(

@@ -12,7 +12,7 @@ from app.errors import ErrorBody
 from app.images import OutputFormat
 from app.multipart import MAX_IMAGES
 from app.params import check_model, served_name
-from app.schemas import MAX_PROMPT_CHARS
+from app.schemas import MAX_IMAGES_OUT, MAX_PARTIAL_IMAGES, MAX_PROMPT_CHARS
 from app.settings import Settings
 from engine.engine import Engine
 
@@ -40,6 +40,9 @@ class Capabilities(BaseModel):
     max_prompt_chars: int
     max_prompt_tokens: int
     output_formats: list[str]
+    response_formats: list[str] = ["b64_json", "url"]
+    max_partial_images: int = MAX_PARTIAL_IMAGES
+    endpoints: list[str] = ["/v1/images/generations", "/v1/images/edits", "/v1/chat/completions"]
 
 
 class Model(BaseModel):
@@ -74,7 +77,7 @@ def describe(settings: Settings, engine: Engine, created: int) -> Model:
         created=created,
         aliases=list(settings.model_aliases),
         capabilities=Capabilities(
-            max_images=10,
+            max_images=MAX_IMAGES_OUT,
             max_input_images=min(MAX_IMAGES, card.max_condition_images),
             sizes=SizeLimits(
                 min_side=settings.min_side,

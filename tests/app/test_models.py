@@ -14,6 +14,7 @@ async def test_list_and_card(client):
     assert (card["max_images"], card["max_input_images"], card["default_num_inference_steps"]) == (10, 4, 50)
     assert card["sizes"]["max_pixels"] == 2048 * 2048
     assert card["output_formats"] == ["png", "webp", "jpeg"]
+    assert (card["response_formats"], card["max_partial_images"]) == (["b64_json", "url"], 3)
 
 
 async def test_retrieve_by_every_name(connect, refused):

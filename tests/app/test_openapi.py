@@ -46,3 +46,29 @@ async def test_every_reference_leads_somewhere(client):
                 target = target[name]
 
     follow(document)
+
+
+async def test_chat_and_jobs_are_described(client):
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    chat = paths["/v1/chat/completions"]["post"]
+    body = chat["requestBody"]["content"]["application/json"]["schema"]
+    assert body["required"] == ["messages"]
+    assert {"size", "seed", "n", "stream", "response_format"} <= body["properties"].keys()
+    content = chat["responses"]["200"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletion"}
+    assert len(content["text/event-stream"]["itemSchema"]["oneOf"]) == 2
+    edits = paths["/v1/images/edits"]["post"]
+    assert edits["requestBody"]["content"].keys() == {"multipart/form-data", "application/json"}
+    assert {"202", "409"} <= edits["responses"].keys()
+    assert {"image/png", "image/webp", "image/jpeg"} <= edits["responses"]["200"]["content"].keys()
+    assert {"200", "202", "404"} <= paths["/v1/images/requests/{request_id}/result"]["get"]["responses"].keys()
+    assert {"200", "403", "404"} <= paths["/v1/images/files/{name}"]["get"]["responses"].keys()
+
+
+async def test_a_form_offers_what_it_takes(client):
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    form = paths["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert form["properties"]["stream"]["type"] == "boolean"
+    assert form["properties"]["stream_options"]["properties"].keys() == {"include_progress"}
+    for refused in ("mask", "markup", "svg", "frame_count"):
+        assert refused not in form["properties"]
