@@ -114,7 +114,7 @@ class Preparer:
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
-    """After which steps previews are due: evenly spaced, the first one early, each after a step of its own, and none
-    after the last one, whose picture is the result. So a request of few steps has fewer."""
-    steps = (max(number, number * num_steps // (num_previews + 2)) for number in range(1, num_previews + 1))
+    """After which steps previews are due: evenly spaced, the first one well before 40 % of the work, each after a step
+    of its own, and none after the last one, whose picture is the result. So a request of few steps has fewer."""
+    steps = (max(number, 2 * number * num_steps // (2 * num_previews + 5)) for number in range(1, num_previews + 1))
     return tuple(step for step in steps if step < num_steps)
