@@ -1,4 +1,4 @@
-"""The reference: diffusers' own `QwenImage21Pipeline`, assembled from a checkpoint folder, in float32 on the CPU."""
+"""The reference: diffusers' own `QwenImage21Pipeline`, as it loads a checkpoint folder, in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage21,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
-)
+from diffusers import QwenImage21Pipeline
 from PIL import Image
-from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
-
-from models.config import ModelIndex
+from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
 
 class _StillImageProcessor(Qwen3VLProcessor):
@@ -27,20 +20,14 @@ class _StillImageProcessor(Qwen3VLProcessor):
 
 
 def reference_pipeline(folder: Path) -> QwenImage21Pipeline:
+    """Only the processor is handed in, so that torchvision is not needed; with it, the folder alone is enough."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "processor")
     processor = _StillImageProcessor(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
-    pipeline = QwenImage21Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        vae=AutoencoderKLQwenImage21.from_pretrained(folder / "vae"),
-        text_encoder=Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder"),
-        processor=processor,
-        transformer=QwenImage21Transformer2DModel.from_pretrained(folder / "transformer"),
-        sample_sigmas=ModelIndex.read(folder).sample_sigmas,
-    )
+    pipeline = QwenImage21Pipeline.from_pretrained(folder, processor=processor)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -9,6 +9,7 @@ import pytest
 from diffusers import QwenImage21Pipeline
 
 from engine.request import GenerationParams
+from models.folder import embedded_checkpoint
 from tests.engine.conftest import running
 from tests.oracle import psnr_db, reference_picture, reference_pipeline
 from tests.pictures import photo
@@ -81,3 +82,10 @@ async def test_other_kinds_of_checkpoint_equal_the_reference(
     checkpoints: dict[str, Path], references: dict[str, QwenImage21Pipeline], name: str, case: str
 ) -> None:
     await compare(checkpoints[name], references[name], CASES[case])
+
+
+@pytest.mark.parametrize("case", ["text", "guided", "one image", "three images"])
+async def test_the_embedded_checkpoint_equals_the_reference(case: str) -> None:
+    """Its folder as it is: what is served by default is what diffusers draws from it."""
+    folder = embedded_checkpoint()
+    await compare(folder, reference_pipeline(folder), CASES[case])
