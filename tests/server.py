@@ -71,11 +71,27 @@ class Server:
         return self.process.wait(STOP_TIMEOUT_S)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def assert_gone(pids: list[int], timeout_s: float = 10) -> None:
+    """The processes end in a moment, without help."""
+    deadline = time.monotonic() + timeout_s
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
+        time.sleep(0.02)
+
+
 @contextmanager
-def serving(model: Path | None, folder: Path, *flags: str, ready: bool = True) -> Iterator[Server]:
+def serving(model: Path | None, folder: Path, *flags: str, ready: bool = True, module: str = "app") -> Iterator[Server]:
     """Start a server (without a model: on the embedded checkpoint), wait until it is ready, and stop it at the end."""
     log = folder / "server.log"
-    command = [sys.executable, "-m", "app", "serve", *([str(model)] if model else []), "--port", "0", *flags]
+    command = [sys.executable, "-m", module, "serve", *([str(model)] if model else []), "--port", "0", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EASEL_")}
     with log.open("wb") as output, TemporaryFile() as empty:
         process = subprocess.Popen(

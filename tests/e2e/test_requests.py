@@ -17,7 +17,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server import Server, serving
+from tests.server import Server, assert_gone, serving
 from tests.tiny_checkpoint import TinySpec, build_checkpoint
 
 GENERATIONS = "/v1/images/generations"
@@ -119,17 +119,6 @@ def figures(client: httpx.Client) -> dict[tuple[str, ...], float]:
     }
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def assert_gone(pids: list[int]) -> None:
-    until(lambda: all(is_gone(pid) for pid in pids), timeout_s=5)
-
-
 def test_cancel_while_it_runs(client: httpx.Client, post: Post) -> None:
     call = post("mine", **LONG)
     until_running(client, "mine")
@@ -164,12 +153,24 @@ def test_full_queue_and_places_freed_by_leaving(client: httpx.Client, post: Post
     status, headers, body = post("third", **SHORT).answer()
     assert (status, body["error"]["code"]) == (429, "queue_full")
     assert int(headers["retry-after"]) >= 1 and int(headers["retry-after-ms"]) >= 1
+    before = figures(client)["easel_encode_seconds_count",]
     queued.leave()
     until(lambda: num_admitted(client) == 1)
     assert post("fourth", **SHORT, priority=10).answer()[0] == 200
+    assert figures(client)["easel_encode_seconds_count",] == before + 1  # the queued one never started
     running.leave()
     until(lambda: num_admitted(client) == 0)
     assert post("fifth", **SHORT).answer()[0] == 200
+
+
+def test_nothing_more_is_drawn_for_a_client_that_has_left(client: httpx.Client, post: Post) -> None:
+    call = post("leaving", **LONG)
+    until_running(client, "leaving")
+    call.leave()
+    until(lambda: num_admitted(client) == 0)
+    steps = figures(client)["easel_denoise_step_seconds_count",]
+    time.sleep(0.5)  # enough for many steps
+    assert figures(client)["easel_denoise_step_seconds_count",] <= steps + 1
 
 
 def test_work_that_cannot_be_done_in_time_is_refused_at_once(client: httpx.Client, post: Post) -> None:
