@@ -67,6 +67,8 @@ class _Entry:
     between any two steps (`rank`, `expires_at_s`) is kept ready and renewed by `Scheduler._moved` where it changes."""
 
     request: PreparedRequest
+    request_id: str
+    num_steps: int
     key: BatchKey
     rows_per_sample: int
     tokens_per_sample: int
@@ -79,28 +81,35 @@ class _Entry:
     phase: Phase = Phase.ENCODE
     alone: bool = False
     rank: _Rank = (True, 0, 0.0, 0)
+    rank_ends_s: float = math.inf  # its rank holds while more than this remains
     expires_at_s: float = math.inf
     steps_done: list[int] = field(default_factory=list)  # per image
     steps_left: int = 0  # over all images
+    decodes_left: int = 0  # over all images; a preview counts until it is due
     decoded: int = 0
     state_bytes: int = 0  # held now
     prefix_bytes: int = 0  # held now
 
     @property
     def remaining_s(self) -> float:
-        decodes_left = sum(self.request.decodes_after(step) for step in self.steps_done) - self.decoded
-        remaining_s = self.steps_left * self.step_s + decodes_left * self.decode_s
+        remaining_s = self.steps_left * self.step_s + self.decodes_left * self.decode_s
         if self.phase is not Phase.DENOISE:
             remaining_s += self.prefill_s
         if self.phase is Phase.ENCODE:
             remaining_s += self.encode_s
         return remaining_s
 
-    def samples(self) -> Iterator[Sample]:
+    def unfinished(self) -> Iterator[int]:
         """The pictures that still have steps to take."""
-        for image_index, step in enumerate(self.steps_done):
-            if step < self.request.num_steps:
-                yield Sample(self.request.request_id, image_index, step)
+        return (index for index, step in enumerate(self.steps_done) if step < self.num_steps)
+
+
+_Batch = list[tuple[_Entry, int]]  # requests, and which of their pictures
+
+
+def _step_of(batch: _Batch) -> DenoiseStep:
+    samples = [Sample(entry.request_id, index, entry.steps_done[index]) for entry, index in batch]
+    return DenoiseStep(batch[0][0].key, tuple(samples))
 
 
 class Scheduler:
@@ -116,8 +125,10 @@ class Scheduler:
         self._serial = 0
         self._quantum_used = False  # an encode or decode ran since the last step
         # Little changes from one step to the next, so what takes a look at every request is kept while it holds: their
-        # order, until a rank changes or somebody starves, and that nobody is late, until the first could be.
+        # order, until a rank changes or somebody starves; the batch, until the order, a phase or a bound does; and that
+        # nobody is late, until the first could be.
         self._order: list[_Entry] = []
+        self._batch: _Batch | None = None
         self._order_ends_s = -math.inf
         self._expiry_s = math.inf
 
@@ -149,6 +160,8 @@ class Scheduler:
         self._serial += 1
         entry = self._entries[request.request_id] = _Entry(
             request=request,
+            request_id=request.request_id,
+            num_steps=request.num_steps,
             key=request.batch_key,
             rows_per_sample=request.num_branches,
             tokens_per_sample=request.num_branches * request.target_grid.num_tokens,
@@ -161,6 +174,7 @@ class Scheduler:
             alone=request.alone,
             steps_done=[0] * request.num_images,
             steps_left=request.num_images * request.num_steps,
+            decodes_left=request.num_images * request.decodes_after(0),
         )
         self._moved(entry)
 
@@ -170,11 +184,6 @@ class Scheduler:
         self._order_ends_s = -math.inf
         self._previews = {key: work for key, work in self._previews.items() if work.request_id != request_id}
         return self._entries.pop(request_id, None) is not None
-
-    def isolate(self, request_id: str) -> None:
-        """From now on the request shares no step: a fault in one of its batches is being narrowed down."""
-        if entry := self._entries.get(request_id):
-            entry.alone = True
 
     def expired(self, now_s: float) -> tuple[str, ...]:
         """Requests that can't meet their deadline any more: started ones that are past it, and waiting ones that
@@ -187,6 +196,8 @@ class Scheduler:
     def next_work(self, now_s: float) -> Work | None:
         """The one thing to do now, or None when there is nothing."""
         ranked = self._ranked(now_s)
+        if self._batch and self._next_decode() is None:
+            return _step_of(self._batch)
         leader = next((entry for entry in ranked if entry.state_bytes or self._may_start(entry)), None)
         step_is_due = self._quantum_used and leader is not None and leader.phase is Phase.DENOISE
         if not step_is_due and (decode := self._next_decode()) is not None:
@@ -195,7 +206,12 @@ class Scheduler:
             return None
         if leader.phase is not Phase.DENOISE:
             return self._advance_leader(leader, ranked)
-        return self._joining(leader, ranked, may_encode=not step_is_due) or self._step(leader, ranked)
+        if joining := self._joining(leader, ranked, may_encode=not step_is_due):
+            return joining
+        batch = self._fill(leader, ranked)
+        if not step_is_due:  # else somebody who could not join now may join next time
+            self._batch = batch
+        return _step_of(batch)
 
     def complete(self, work: Work) -> tuple[str, ...]:
         """Record that `work` was done; returns the requests that are thereby finished and forgotten."""
@@ -223,6 +239,7 @@ class Scheduler:
                 self._previews.pop((work.request_id, work.image_index), None)
             case DecodeImage():
                 return self._finish_image(entry, work)
+        self._order_ends_s = -math.inf
         self._moved(entry)
         return ()
 
@@ -235,6 +252,7 @@ class Scheduler:
         """From now on batches hold at most half the tokens of `work`, which did not fit the device."""
         tokens = sum(self._entries[sample.request_id].tokens_per_sample for sample in work.samples)
         self._limits = replace(self._limits, token_budget=min(self._limits.token_budget, tokens // 2))
+        self._order_ends_s = -math.inf
 
     def _ranked(self, now_s: float) -> list[_Entry]:
         """Those that still have steps to take, first who goes first."""
@@ -246,6 +264,7 @@ class Scheduler:
             return (False, 0, entry.request.arrived_s, entry.serial) if starving else entry.rank
 
         self._order = sorted((entry for entry in self._entries.values() if entry.steps_left), key=rank)
+        self._batch = None
         starts = (entry.starves_at_s for entry in self._order if entry.starves_at_s > now_s)
         self._order_ends_s = min(starts, default=math.inf)
         return self._order
@@ -255,11 +274,13 @@ class Scheduler:
         request, remaining_s = entry.request, entry.remaining_s
         if self._limits.policy is Policy.FCFS:
             rank = (True, -request.priority, request.arrived_s, entry.serial)
+            entry.rank_ends_s = 0.0
         else:
             # Work of about the same length goes in order of arrival: overtaking for less gains next to nothing.
             length = round(math.log(max(remaining_s, 1e-6), SAME_LENGTH))
             rank = (True, -request.priority, length, entry.serial)
-        if rank != entry.rank or not entry.steps_left:
+            entry.rank_ends_s = SAME_LENGTH ** (length - 0.5)
+        if rank != entry.rank:
             entry.rank, self._order_ends_s = rank, -math.inf
         if request.deadline_s is not None:
             entry.expires_at_s = request.deadline_s - (remaining_s if entry.phase is Phase.ENCODE else 0.0)
@@ -297,24 +318,24 @@ class Scheduler:
             return work if self._free_bytes() >= needed else None
         return None
 
-    def _step(self, leader: _Entry, ranked: list[_Entry]) -> DenoiseStep:
-        samples: list[Sample] = []
+    def _fill(self, leader: _Entry, ranked: list[_Entry]) -> _Batch:
+        batch: _Batch = []
         rows = tokens = 0
         for entry in self._riders(leader, ranked):
-            for sample in entry.samples():
+            for image_index in entry.unfinished():
                 rows += entry.rows_per_sample
                 tokens += entry.tokens_per_sample
-                if samples and (rows > self._limits.max_batch_rows or tokens > self._limits.token_budget):
-                    return DenoiseStep(leader.key, tuple(samples))
-                samples.append(sample)
-        return DenoiseStep(leader.key, tuple(samples))
+                if batch and (rows > self._limits.max_batch_rows or tokens > self._limits.token_budget):
+                    return batch
+                batch.append((entry, image_index))
+        return batch
 
     def _riders(self, leader: _Entry, ranked: list[_Entry], include_joining: bool = False) -> Iterator[_Entry]:
         """The leader, then requests that may share its step, in order, while rows and tokens last."""
         yield leader
         if leader.alone:
             return
-        num_samples = sum(1 for _ in leader.samples())
+        num_samples = sum(1 for _ in leader.unfinished())
         rows, tokens = num_samples * leader.rows_per_sample, num_samples * leader.tokens_per_sample
         for entry in ranked:
             if entry.phase is not Phase.DENOISE and not include_joining:
@@ -344,17 +365,21 @@ class Scheduler:
         picture = (sample.request_id, sample.image_index)
         if step in entry.request.preview_steps:
             self._previews[picture] = DecodePreview(*picture, step)
-        if step == entry.request.num_steps:
+            entry.decodes_left -= 1
+        if step == entry.num_steps:
+            self._order_ends_s = -math.inf  # one less in the batch
             self._previews.pop(picture, None)
             self._to_decode.append(DecodeImage(*picture))
         entry.steps_left -= 1
         if not entry.steps_left:
             entry.prefix_bytes = 0  # the runner has let go of it as well
-        self._moved(entry)
+        if entry.remaining_s <= entry.rank_ends_s:
+            self._moved(entry)
 
     def _finish_image(self, entry: _Entry, work: DecodeImage) -> tuple[str, ...]:
         self._to_decode.remove(work)
         entry.decoded += 1
+        entry.decodes_left -= 1
         if entry.decoded < entry.request.num_images:
             self._moved(entry)
             return ()

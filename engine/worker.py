@@ -45,7 +45,7 @@ LATE = "The request could not be finished within its time limit."
 NO_SIZE = Size(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Item:
     """An item of work and what is told about it once it is done."""
 
@@ -131,7 +131,10 @@ class WorkerLoop:
         if not ahead:
             self._finish_steps()
         item = self._item(work)
-        self._note_active(tuple(dict.fromkeys(i for one in (*self._started, item) for i in request_ids(one.work))))
+        ids = request_ids(work)
+        if self._started:
+            ids = tuple(dict.fromkeys(i for one in (*self._started, item) for i in request_ids(one.work)))
+        self._note_active(ids)
         started_s = time.monotonic()
         picture = None
         try:
@@ -152,7 +155,7 @@ class WorkerLoop:
             log.exception("%s failed", type(work).__name__)
             self._blame(work, "internal_error", "The request failed inside the engine.")
             return
-        item = replace(item, shortcut=self._runner.shortcut)
+        item.shortcut = self._runner.shortcut
         if ahead:
             self._started.append(item)
             self._scheduler.complete(work)
@@ -172,8 +175,8 @@ class WorkerLoop:
         while len(self._started) > but:
             seconds = self._runner.finish()
             self._report(self._started.popleft(), seconds)
-        if not self._started:
-            self._note_active(())
+            if not self._started:
+                self._note_active(())
 
     def _item(self, work: Work) -> _Item:
         """An item as it is reported once it is done, when its requests may be gone."""
