@@ -18,8 +18,10 @@ from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
 from app.routes import chat, files, health, images, metrics, models, requests
 from app.settings import Settings
-from engine.engine import Engine
+from engine.engine import Engine, EngineState
 from models.errors import CheckpointError
+
+CLOSING = (EngineState.DRAINING, EngineState.STOPPED)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         keys = [key.get_secret_value() for key in settings.api_key]
         open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES
         app.add_middleware(Authentication, keys=keys, open_paths=open_paths, admits_link=services.links.admits)
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, is_closing=lambda: app.state.engine.state in CLOSING)
     return app
 
 

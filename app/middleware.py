@@ -27,10 +27,13 @@ class RequestContext:
     """Outermost: gives the request its id, names it in every answer, and turns an unforeseen exception into a 500.
 
     The id is the client's own where that is safe to log and to put in a path. Routes read it with `request_id_of`.
+    While `is_closing`, an answer ends its connection: nobody should send the next request into one that is about to
+    be closed.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_closing: Callable[[], bool] = lambda: False) -> None:
         self.app = app
+        self.is_closing = is_closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,7 +48,10 @@ class RequestContext:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if self.is_closing():
+                    headers["connection"] = "close"
             await send(message)
 
         try:

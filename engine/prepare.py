@@ -15,7 +15,7 @@ from models.config import CheckpointConfigs
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, centre_crop, cover, fit_area
 from models.preprocess import PromptTokenizer, prepare_condition_image
-from models.sampling import sigma_schedule
+from models.sigmas import sigma_schedule
 
 SEEDS = 2**32
 

@@ -1,41 +1,11 @@
-"""The numbers of the denoise loop: sigma schedule, starting noise, guidance and the Euler update.
-
-The schedule is computed by diffusers' `FlowMatchEulerDiscreteScheduler` from the checkpoint's own scheduler config; a
-fresh instance per request, because it carries state. Everything else is plain arithmetic.
-"""
+"""The numbers of the denoise loop: starting noise, guidance and the Euler update. Its sigmas are in `models.sigmas`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from models.layout import Grid
-
-
-def sigma_schedule(
-    scheduler_config: Mapping[str, Any],
-    num_steps: int,
-    num_target_tokens: int,
-    sample_sigmas: Sequence[float] | None = None,
-) -> tuple[float, ...]:
-    """Sigmas of a request: one a step, falling, then the final one (0).
-
-    The grid is `sample_sigmas` where the checkpoint ships them (their number is the number of steps), else evenly
-    spaced from 1 to 1 / num_steps; the scheduler then shifts it by the number of target tokens.
-    """
-    grid = np.linspace(1.0, 1 / num_steps, num_steps) if sample_sigmas is None else np.asarray(sample_sigmas)
-    overrides = {"shift_terminal": None} if len(grid) == 1 else {}  # stretching a single sigma is 0 / 0
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config({**scheduler_config, **overrides})
-    config = scheduler.config
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    mu = config.base_shift + slope * (num_target_tokens - config.base_image_seq_len)
-    scheduler.set_timesteps(sigmas=grid, mu=mu)
-    return tuple(scheduler.sigmas.tolist())
 
 
 def starting_noise(seed: int, grid: Grid, channels: int) -> Tensor:

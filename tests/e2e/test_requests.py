@@ -240,6 +240,7 @@ def test_ctrl_c_drains(tiny: Path, tmp_path: Path, calls: list[Call]) -> None:
         assert client.get("/health/ready").json()["status"] == "draining"
         refused = client.post(GENERATIONS, json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert refused.headers["connection"] == "close"
         assert int(refused.headers["retry-after"]) >= 1
         assert [call.answer()[0] for call in calls] == [200] * 3
         assert server.process.wait(PATIENCE_S) == 0

@@ -38,7 +38,7 @@ async def kill_worker(server: Server, client: httpx.AsyncClient) -> float:
     async with asyncio.timeout(RESTART_TIMEOUT_S):
         while (await client.get("/health/ready")).json().get("running", 0) == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await asyncio.sleep(random.uniform(0.0, 0.2))
+    await asyncio.sleep(random.uniform(0.0, 1.0))
     [worker] = server.workers()
     started_s = time.monotonic()
     os.kill(worker, signal.SIGKILL)

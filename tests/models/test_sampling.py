@@ -11,7 +11,8 @@ from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
 
 from models.config import read_json
 from models.layout import Grid
-from models.sampling import euler_update, guide, sigma_schedule, starting_noise
+from models.sampling import euler_update, guide, starting_noise
+from models.sigmas import sigma_schedule
 
 
 @pytest.mark.parametrize("sample_sigmas", [None, (1.0, 0.8, 0.45, 0.2)])

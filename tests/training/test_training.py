@@ -14,7 +14,7 @@ from app.evaluation.suite import judge, scene_cases
 from models.folder import embedded_checkpoint
 from models.image_model import CheckpointConfigs, ImageModel
 from models.preprocess import PromptTokenizer
-from models.sampling import sigma_schedule
+from models.sigmas import sigma_schedule
 from models.vae import Vae
 from tests.closeness import relative_error
 from training import examples as examples_module
