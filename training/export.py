@@ -43,9 +43,13 @@ INDEX = {
 
 
 def export(flow: Flow, vae: Vae, statistics: Statistics, processor: Path, folder: Path) -> None:
-    """Write the whole folder; what was there before is replaced."""
+    """Write the whole folder; what was there before is replaced, but for its model card."""
+    card = folder / "README.md"
+    text = card.read_text() if card.exists() else None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    if text is not None:
+        card.write_text(text)
     shutil.copytree(processor, folder / "processor")
     _write_json(folder / "model_index.json", INDEX)
     (folder / "scheduler").mkdir()

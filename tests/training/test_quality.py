@@ -1,6 +1,6 @@
 """The shipped checkpoint draws what it is asked for: held-out prompts through the real engine, judged by analysis.
 
-Thresholds leave room for one miss; the figures of a full run are in the checkpoint's own README.
+Thresholds leave room for one miss; the figures of full runs are in the checkpoint's own README.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from app.evaluation.suite import Case, Judged, edit_cases, judge, scene_cases
 from engine.config import EngineConfig
 from engine.engine import Engine
 from models.folder import embedded_checkpoint
+from training.reconstruction import measure
 
 SCENES, EDITS = 12, ("recolour", "replace", "move", "cut out", "background", "resize")
 
@@ -48,3 +49,9 @@ async def test_obeys_edits_and_keeps_the_rest(engine: Engine) -> None:
     assert sum(all(one.verdict.values()) for one in judged) >= len(EDITS) - 2, [
         (one.case.prompt, one.verdict) for one in judged
     ]
+
+
+def test_pictures_come_back_from_the_autoencoder() -> None:
+    found = measure(embedded_checkpoint(), num_scenes=6)
+    assert found.scenes_mean_db >= 35
+    assert min(found.photos_db.values()) >= 24
