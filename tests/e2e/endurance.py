@@ -92,10 +92,11 @@ async def at_rest(server: Server) -> Footprint:
     return now
 
 
-async def until_ready(client: httpx.AsyncClient) -> None:
+async def until_ready(client: httpx.AsyncClient, status: int = 200) -> None:
+    """Until the probe answers with `status`; 503 is until it is not ready."""
     async with asyncio.timeout(RESTART_TIMEOUT_S):
-        while (await client.get("/health/ready")).status_code != 200:  # noqa: ASYNC110 it is only seen from outside
-            await asyncio.sleep(0.05)
+        while (await client.get("/health/ready")).status_code != status:  # noqa: ASYNC110 it is only seen from outside
+            await asyncio.sleep(0.01)
 
 
 def record(name: str, **figures: object) -> None:

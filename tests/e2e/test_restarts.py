@@ -43,6 +43,7 @@ async def kill_worker(server: Server, client: httpx.AsyncClient) -> float:
     started_s = time.monotonic()
     os.kill(worker, signal.SIGKILL)
     await asyncio.to_thread(assert_gone, [worker])
+    await until_ready(client, status=503)
     await until_ready(client)
     return time.monotonic() - started_s
 
