@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.pictures import psnr_db
+from benchmarks.pictures import as_json, psnr_db
 from engine.config import EngineConfig
 from engine.cost_model import CostModel
 from engine.engine import Engine
@@ -158,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configs = [EngineConfig(model=options.model, device=options.device, dtype=dtype) for dtype in options.dtypes]
     rows = asyncio.run(print_rows(configs))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.json.write_text(as_json([asdict(row) for row in rows]))
     return 0 if all(row.passed for row in rows) else 1
 
 

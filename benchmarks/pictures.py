@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 
 import numpy as np
 from PIL import Image
@@ -22,6 +23,20 @@ def condition_picture(side_px: int = 128) -> bytes:
 def pixels_of(b64_file: str) -> np.ndarray:
     """(height, width, 4) uint8."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64_file))).convert("RGBA"))
+
+
+def as_json(figures: object) -> str:
+    """A file's worth of figures. Infinity, which equal pictures have, is null: JSON has no number for it."""
+
+    def known(value: object) -> object:
+        match value:
+            case dict():
+                return {key: known(entry) for key, entry in value.items()}
+            case list() | tuple():
+                return [known(entry) for entry in value]
+        return None if value == float("inf") else value
+
+    return json.dumps(known(figures), indent=1, allow_nan=False) + "\n"
 
 
 def psnr_db(ours: np.ndarray, theirs: np.ndarray) -> float:

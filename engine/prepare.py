@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from engine.errors import InvalidRequest
 from engine.request import GenerationParams, ModelCard, PreparedRequest, TokenUsage
@@ -18,6 +19,7 @@ from models.preprocess import PromptTokenizer, prepare_condition_image
 from models.sigmas import sigma_schedule
 
 SEEDS = 2**32
+SCHEDULES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Preparer:
         self._configs = configs
         self._card = card
         self._tokenizer = PromptTokenizer(configs.folder / "processor")
+        schedule = partial(sigma_schedule, configs.scheduler, sample_sigmas=configs.index.sample_sigmas)
+        self._schedule = lru_cache(SCHEDULES)(schedule)  # most requests have one of a few sizes and step counts
 
     def prepare(
         self, params: GenerationParams | Callable[[], GenerationParams], request_id: str, arrived_s: float
@@ -109,8 +113,7 @@ class Preparer:
         num_steps = params.num_steps or default
         if self._card.fixed_num_steps and num_steps != default:
             warnings.append(f"'num_inference_steps' has no effect: this model always takes {default} steps.")
-        sample_sigmas = self._configs.index.sample_sigmas
-        return sigma_schedule(self._configs.scheduler, num_steps, target_grid.num_tokens, sample_sigmas)
+        return self._schedule(num_steps, target_grid.num_tokens)
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ request, which prefills again when its turn comes. Nothing is lost, and the budg
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, Enc
 SAME_LENGTH = 1.25  # a factor
 
 _Rank = tuple[bool, int, float, int]  # the smaller goes first
+_RANK = operator.attrgetter("rank")
 
 
 class Policy(StrEnum):
@@ -78,6 +80,7 @@ class _Entry:
     step_s: float
     decode_s: float
     starves_at_s: float
+    is_starving: bool = False
     phase: Phase = Phase.ENCODE
     alone: bool = False
     rank: _Rank = (True, 0, 0.0, 0)
@@ -129,7 +132,8 @@ class Scheduler:
         # nobody is late, until the first could be.
         self._order: list[_Entry] = []
         self._batch: _Batch | None = None
-        self._order_ends_s = -math.inf
+        self._is_stale = True  # order and batch
+        self._starving_s = math.inf
         self._expiry_s = math.inf
 
     def __repr__(self) -> str:
@@ -176,12 +180,13 @@ class Scheduler:
             steps_left=request.num_images * request.num_steps,
             decodes_left=request.num_images * request.decodes_after(0),
         )
+        self._starving_s = min(self._starving_s, entry.starves_at_s)
         self._moved(entry)
 
     def remove(self, request_id: str) -> bool:
         """Forget a request in whatever state it is; False when it is not here."""
         self._to_decode = deque(work for work in self._to_decode if work.request_id != request_id)
-        self._order_ends_s = -math.inf
+        self._is_stale = True
         self._previews = {key: work for key, work in self._previews.items() if work.request_id != request_id}
         return self._entries.pop(request_id, None) is not None
 
@@ -239,7 +244,7 @@ class Scheduler:
                 self._previews.pop((work.request_id, work.image_index), None)
             case DecodeImage():
                 return self._finish_image(entry, work)
-        self._order_ends_s = -math.inf
+        self._is_stale = True
         self._moved(entry)
         return ()
 
@@ -252,26 +257,34 @@ class Scheduler:
         """From now on batches hold at most half the tokens of `work`, which did not fit the device."""
         tokens = sum(self._entries[sample.request_id].tokens_per_sample for sample in work.samples)
         self._limits = replace(self._limits, token_budget=min(self._limits.token_budget, tokens // 2))
-        self._order_ends_s = -math.inf
+        self._is_stale = True
 
     def _ranked(self, now_s: float) -> list[_Entry]:
         """Those that still have steps to take, first who goes first."""
-        if now_s < self._order_ends_s:
-            return self._order
-
-        def rank(entry: _Entry) -> _Rank:
-            starving = now_s >= entry.starves_at_s
-            return (False, 0, entry.request.arrived_s, entry.serial) if starving else entry.rank
-
-        self._order = sorted((entry for entry in self._entries.values() if entry.steps_left), key=rank)
-        self._batch = None
-        starts = (entry.starves_at_s for entry in self._order if entry.starves_at_s > now_s)
-        self._order_ends_s = min(starts, default=math.inf)
+        if now_s >= self._starving_s:
+            self._find_starving(now_s)
+        if self._is_stale:
+            self._order = sorted((entry for entry in self._entries.values() if entry.steps_left), key=_RANK)
+            self._batch, self._is_stale = None, False
         return self._order
+
+    def _find_starving(self, now_s: float) -> None:
+        """From now on who is overdue goes before all others, the oldest first."""
+        patient = [entry for entry in self._entries.values() if not entry.is_starving]
+        for entry in patient:
+            if now_s >= entry.starves_at_s:
+                entry.is_starving, self._is_stale = True, True
+                entry.rank = (False, 0, entry.request.arrived_s, entry.serial)
+        self._starving_s = min((entry.starves_at_s for entry in patient if not entry.is_starving), default=math.inf)
 
     def _moved(self, entry: _Entry) -> None:
         """Renew what follows from how far an entry is."""
         request, remaining_s = entry.request, entry.remaining_s
+        if request.deadline_s is not None:
+            entry.expires_at_s = request.deadline_s - (remaining_s if entry.phase is Phase.ENCODE else 0.0)
+            self._expiry_s = min(self._expiry_s, entry.expires_at_s)
+        if entry.is_starving:
+            return
         if self._limits.policy is Policy.FCFS:
             rank = (True, -request.priority, request.arrived_s, entry.serial)
             entry.rank_ends_s = 0.0
@@ -281,10 +294,7 @@ class Scheduler:
             rank = (True, -request.priority, length, entry.serial)
             entry.rank_ends_s = SAME_LENGTH ** (length - 0.5)
         if rank != entry.rank:
-            entry.rank, self._order_ends_s = rank, -math.inf
-        if request.deadline_s is not None:
-            entry.expires_at_s = request.deadline_s - (remaining_s if entry.phase is Phase.ENCODE else 0.0)
-            self._expiry_s = min(self._expiry_s, entry.expires_at_s)
+            entry.rank, self._is_stale = rank, True
 
     def _may_start(self, entry: _Entry) -> bool:
         """Whether the request may take its state. Started requests give their state back only at their end, so there
@@ -367,7 +377,7 @@ class Scheduler:
             self._previews[picture] = DecodePreview(*picture, step)
             entry.decodes_left -= 1
         if step == entry.num_steps:
-            self._order_ends_s = -math.inf  # one less in the batch
+            self._is_stale = True  # one less in the batch
             self._previews.pop(picture, None)
             self._to_decode.append(DecodeImage(*picture))
         entry.steps_left -= 1
