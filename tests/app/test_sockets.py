@@ -31,6 +31,7 @@ async def test_a_client_that_leaves_cancels_its_request(serve, engine):
 
 async def test_many_clients_that_leave_do_no_harm(serve, engine):
     client = await serve()
+    tasks = len(asyncio.all_tasks())
     engine.may_finish.clear()
     requests = [asyncio.create_task(client.post(URL, json={"prompt": "a"})) for _ in range(60)]
     await until(lambda: engine.num_running == 60)
@@ -40,6 +41,7 @@ async def test_many_clients_that_leave_do_no_harm(serve, engine):
     engine.may_finish.set()
     answers = await asyncio.gather(*(client.post(URL, json={"prompt": "a"}) for _ in range(20)))
     assert [answer.status_code for answer in answers] == [200] * 20
+    await until(lambda: len(asyncio.all_tasks()) <= tasks)
 
 
 async def test_an_edit_over_the_wire(serve, engine, encoded, opened):
