@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 
 import pytest
 from PIL import Image
+
+from app.server import listen
 
 URL = "/v1/images/generations"
 
@@ -110,3 +113,10 @@ async def test_body_cut_off_by_the_client_is_no_request(serve, engine):
     await asyncio.sleep(0.05)
     assert engine.received == []
     assert (await client.get("/health/ready")).status_code == 200
+
+
+def test_answers_are_not_held_back():
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
