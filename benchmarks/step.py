@@ -30,6 +30,7 @@ from models.config import TransformerConfig
 from models.decoding import PackedDecoder
 from models.fused import Flash3Attention, FusedOps
 from models.layout import Grid, prefix_layout
+from models.packed import Row
 from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.transformer import Transformer, published_names
@@ -133,8 +134,8 @@ class Ours:
     def step(self, case: Case, prefix: Prefix) -> Callable[[], Tensor]:
         _, _, latents = self.inputs(case)
         table = target_table(case.grid, prefix.layout.target_position, self.config.axes_dims_rope).to(DEVICE)
-        arguments = ([latents] * case.rows, [TIMESTEP] * case.rows, [table] * case.rows, [prefix] * case.rows)
-        return lambda: self.decoder.decode(*arguments)[0]
+        rows = [Row(latents, TIMESTEP, table, prefix)] * case.rows
+        return lambda: self.decoder.decode(rows)[0]
 
     def floor(self, case: Case, prefix_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """The step's matrix products, and its attention at exact lengths, without anything between them."""

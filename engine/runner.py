@@ -25,6 +25,7 @@ from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, Enc
 from models.image_model import ImageModel
 from models.inputs import ConditionImage, TokenizedPrompt
 from models.layout import Grid
+from models.packed import Row
 from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.sampling import clean_estimate, euler_update, guide, starting_noise
@@ -201,18 +202,13 @@ class Runner:
         state.prefixes, state.rotary = prefixes, rotary
 
     def _denoise(self, samples: tuple[Sample, ...]) -> None:
-        rows: list[Tensor] = []
-        sigmas: list[float] = []
-        rotary: list[Tensor] = []
-        prefixes: list[Prefix] = []
+        rows: list[Row] = []
         for sample in samples:
             state = self._states[sample.request_id]
-            branches = state.request.num_branches
-            rows += [state.latents[sample.image_index]] * branches
-            sigmas += [state.request.sigmas[sample.step]] * branches
-            rotary += state.rotary
-            prefixes += state.prefixes
-        velocity, self.shortcut = self._decoder.decode(rows, sigmas, rotary, prefixes)
+            latents, sigma = state.latents[sample.image_index], state.request.sigmas[sample.step]
+            branches = zip(state.rotary, state.prefixes, strict=True)
+            rows += [Row(latents, sigma, rotary, prefix) for rotary, prefix in branches]
+        velocity, self.shortcut = self._decoder.decode(rows)
         row, updated, estimates = 0, [], {}
         for sample in samples:
             state = self._states[sample.request_id]

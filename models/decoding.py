@@ -12,14 +12,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from models.packed import PackedRows
-from models.prefix_kv import Prefix, PrefixKV
-from models.transformer import Attention, Transformer
+from models.packed import PackedRows, Row
+from models.transformer import Transformer
 
 if TYPE_CHECKING:
     from models.fused import DecodeAttention
@@ -41,15 +41,8 @@ class GraphResult(StrEnum):
 class Decoder(Protocol):
     """Runs decode steps."""
 
-    def decode(
-        self,
-        latents: Sequence[Tensor],
-        sigmas: Sequence[float],
-        rotary: Sequence[Tensor],
-        prefixes: Sequence[Prefix],
-    ) -> tuple[Tensor, GraphResult]:
-        """Velocity of every row, (rows, tokens, channels), valid until the next call. One entry a row: latents
-        (tokens, channels), the timestep, the target's rotary table (2, tokens, head_dim / 2) and the prefix."""
+    def decode(self, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
+        """Velocity of every row, (rows, tokens, channels), valid until the next call."""
 
     def clear(self) -> None:
         """Give back the memory that is kept between steps."""
@@ -61,16 +54,11 @@ class PlainDecoder:
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
 
-    def decode(
-        self,
-        latents: Sequence[Tensor],
-        sigmas: Sequence[float],
-        rotary: Sequence[Tensor],
-        prefixes: Sequence[Prefix],
-    ) -> tuple[Tensor, GraphResult]:
-        timestep = torch.tensor(sigmas, device=latents[0].device)
-        rows, tables = torch.stack(list(latents)), torch.stack(list(rotary))
-        return self._transformer.decode(rows, timestep, tables, prefixes), GraphResult.OFF
+    def decode(self, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
+        latents = torch.stack([row.latents for row in rows])
+        rotary = torch.stack([row.rotary for row in rows])
+        timestep = torch.tensor([row.sigma for row in rows], device=latents.device)
+        return self._transformer.decode(latents, timestep, rotary, [row.prefix for row in rows]), GraphResult.OFF
 
     def clear(self) -> None:
         return
@@ -78,9 +66,14 @@ class PlainDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    rows: PackedRows
+    packed: PackedRows
     graph: torch.cuda.CUDAGraph
     velocity: Tensor
+
+    def run(self, rows: Sequence[Row]) -> Tensor:
+        self.packed.fill(rows)
+        self.graph.replay()
+        return self.velocity
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,64 +100,51 @@ class PackedDecoder:
     def __repr__(self) -> str:
         return f"<PackedDecoder: {len(self._graphs)} graphs, {len(self._too_large)} shapes too large>"
 
-    def decode(
-        self,
-        latents: Sequence[Tensor],
-        sigmas: Sequence[float],
-        rotary: Sequence[Tensor],
-        prefixes: Sequence[Prefix],
-    ) -> tuple[Tensor, GraphResult]:
-        cached = [prefix for prefix in prefixes if isinstance(prefix, PrefixKV)]
-        longest = max(prefix.layout.prefix_len_tokens for prefix in cached)
-        shape = _Shape(len(latents), len(latents[0]), self._attention.capacity(longest))
+    def decode(self, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
+        longest = max(row.prefix.layout.prefix_len_tokens for row in rows)
+        shape = _Shape(len(rows), len(rows[0].latents), self._attention.capacity(longest))
         if graph := self._graphs.get(shape):
             self._graphs.move_to_end(shape)
-            result = GraphResult.HIT
-        elif self._capture_allowed and shape not in self._too_large:
-            torch.cuda.synchronize()  # a graph that is dropped must not be running
-            while len(self._graphs) >= self._max_graphs:
-                self._graphs.popitem(last=False)
-            rows = self._allocate(shape)
-            rows.fill(latents, sigmas, rotary, cached)
-            graph = self._capture(shape, rows)
-            result = GraphResult.CAPTURED
-        if graph is not None:
-            graph.rows.fill(latents, sigmas, rotary, cached)
-            graph.graph.replay()
-            return graph.velocity, result
-        rows = self._allocate(shape)
-        rows.fill(latents, sigmas, rotary, cached)
-        return self._step(rows), GraphResult.NO_MEMORY if shape in self._too_large else GraphResult.OFF
+            return graph.run(rows), GraphResult.HIT
+        if self._capture_allowed and shape not in self._too_large and (graph := self._capture(shape, rows)):
+            return graph.run(rows), GraphResult.CAPTURED
+        velocity = self._step(self._packed(shape, rows))
+        return velocity, GraphResult.NO_MEMORY if shape in self._too_large else GraphResult.OFF
 
     def clear(self) -> None:
         torch.cuda.synchronize()
         self._graphs.clear()
 
-    def _allocate(self, shape: _Shape) -> PackedRows:
+    def _packed(self, shape: _Shape, rows: Sequence[Row]) -> PackedRows:
         config, like = self._transformer.config, self._transformer.proj_out.weight
-        return PackedRows.allocate(config, shape.rows, shape.tokens, shape.capacity, like.dtype, like.device)
+        packed = PackedRows.allocate(config, shape.rows, shape.tokens, shape.capacity, like.dtype, like.device)
+        packed.fill(rows)
+        return packed
 
-    def _step(self, rows: PackedRows) -> Tensor:
-        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor:
-            return self._attention(rows, layer, attn, x)
+    def _step(self, packed: PackedRows) -> Tensor:
+        return self._transformer.velocity(packed.latents, packed.timestep, partial(self._attention, packed))
 
-        return self._transformer.velocity(rows.latents, rows.timestep, attend)
-
-    def _capture(self, shape: _Shape, rows: PackedRows) -> _Graph | None:
-        """Run the filled rows once, so that kernels are compiled and libraries are set up, then capture them. None when
-        memory does not suffice; nothing is kept then, and the shape is not tried again."""
+    def _capture(self, shape: _Shape, rows: Sequence[Row]) -> _Graph | None:
+        """Make room and capture a shape. None when memory does not suffice; nothing is kept then, and the shape is not
+        tried again."""
+        torch.cuda.synchronize()  # a graph that is dropped must not be running
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
         try:
-            self._step(rows)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                velocity = self._step(rows)
+            captured = self._graphs[shape] = self._record(shape, rows)
+            return captured
         except torch.OutOfMemoryError:
             self._too_large.add(shape)
-            torch.cuda.empty_cache()
-            log.warning(
-                "no memory to capture steps of %s x %s tokens: they run without a graph", shape.rows, shape.tokens
-            )
-            return None
-        captured = self._graphs[shape] = _Graph(rows, graph, velocity)
-        return captured
+        torch.cuda.empty_cache()  # only now: the error held on to what was allocated
+        log.warning("no memory to capture steps of %s x %s tokens: they run without a graph", shape.rows, shape.tokens)
+        return None
+
+    def _record(self, shape: _Shape, rows: Sequence[Row]) -> _Graph:
+        """Run the rows once, so that kernels are compiled and libraries are set up, then capture the step."""
+        packed = self._packed(shape, rows)
+        self._step(packed)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            velocity = self._step(packed)
+        return _Graph(packed, graph, velocity)

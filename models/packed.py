@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 
 from models.config import TransformerConfig
-from models.prefix_kv import PrefixKV
+from models.prefix_kv import Prefix, PrefixKV
 
 GAP = 256  # slots of zeros behind each row: attention reads whole tiles, and what lies behind the end must be finite
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One branch of one picture, about to take a step: latents (tokens, channels), the timestep, the target's rotary
+    table (2, tokens, head_dim / 2), and the prefix."""
+
+    latents: Tensor
+    sigma: float
+    rotary: Tensor
+    prefix: Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +84,20 @@ class PackedRows:
         rows = len(self.latents)
         return self.numbers[start * rows : end * rows]
 
-    def fill(
-        self,
-        latents: Sequence[Tensor],
-        sigmas: Sequence[float],
-        rotary: Sequence[Tensor],
-        prefixes: Sequence[PrefixKV],
-    ) -> None:
-        """One entry a row. The prefixes must stay alive until the step has run, and all but the last step must have
-        run before this is called again."""
-        rows = len(latents)
-        lens = [prefix.layout.prefix_len_tokens for prefix in prefixes]
-        torch.stack(list(latents), out=self.latents)
-        torch.stack(list(rotary), out=self.rotary)
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Take rows whose prefixes are cached. These must stay alive until the step has run, and all but the last step
+        must have run before this is called again."""
+        count = len(rows)
+        lens = [row.prefix.layout.prefix_len_tokens for row in rows]
+        torch.stack([row.latents for row in rows], out=self.latents)
+        torch.stack([row.rotary for row in rows], out=self.rotary)
         staged = next(self.staging)
         numbers = staged.numpy()
-        numbers[: 2 * rows].view(np.int64)[:] = [prefix.kv.data_ptr() for prefix in prefixes]
-        numbers[2 * rows : 3 * rows] = lens
-        numbers[3 * rows : 4 * rows] = [self.tokens + length for length in lens]
-        numbers[4 * rows :].view(np.float32)[:] = sigmas
+        addresses = [row.prefix.kv.data_ptr() for row in rows if isinstance(row.prefix, PrefixKV)]
+        numbers[: 2 * count].view(np.int64)[:] = addresses
+        numbers[2 * count : 3 * count] = lens
+        numbers[3 * count : 4 * count] = [self.tokens + length for length in lens]
+        numbers[4 * count :].view(np.float32)[:] = [row.sigma for row in rows]
         self.numbers.copy_(staged, non_blocking=True)
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from models.config import TransformerConfig
-from models.decoding import GraphResult, PackedDecoder
+from models.decoding import GraphResult, PackedDecoder, PlainDecoder
 from models.layout import Grid, PrefixLayout, prefix_layout
-from models.packed import PackedRows
+from models.packed import PackedRows, Row
 from models.prefix_kv import PrefixKV
 from models.rope import target_table
 from models.transformer import Transformer
@@ -26,7 +27,6 @@ CONFIG = TransformerConfig(
     num_layers=3, num_attention_heads=4, attention_head_dim=64, axes_dims_rope=(16, 24, 24), in_channels=16,
     context_in_dim=48, mlp_ratio=2, causal_condition=True,
 )  # fmt: skip
-Row = tuple[Tensor, float, Tensor, PrefixKV]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,11 @@ def row(transformer: Transformer, seed: int, text_len: int = 20, grid: Grid = GR
     prefix = transformer.prefill(randn(text_len + images, CONFIG.context_in_dim), conditions, layout)
     assert isinstance(prefix, PrefixKV)
     table = target_table(grid, layout.target_position, CONFIG.axes_dims_rope).cuda()
-    return randn(grid.num_tokens, CONFIG.in_channels), 0.1 + 0.05 * seed, table, prefix
+    return Row(randn(grid.num_tokens, CONFIG.in_channels), 0.1 + 0.05 * seed, table, prefix)
 
 
 def decode(decoder: PackedDecoder, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
-    latents, sigmas, rotary, prefixes = zip(*rows, strict=True)
-    velocity, result = decoder.decode(latents, sigmas, rotary, prefixes)
+    velocity, result = decoder.decode(rows)
     return velocity.clone(), result
 
 
@@ -81,10 +80,16 @@ def plain(transformer: Transformer, rows: Sequence[Row]) -> Tensor:
     with torch.device("cuda"):
         wide = Transformer(CONFIG)
     wide.load_state_dict({name: tensor.float() for name, tensor in transformer.state_dict().items()})
-    latents, sigmas, rotary, prefixes = zip(*rows, strict=True)
-    timestep = torch.tensor(sigmas, device="cuda")
-    wide_prefixes = [PrefixKV(prefix.layout, prefix.kv.float()) for prefix in prefixes]
-    return wide.decode(torch.stack(latents).float(), timestep, torch.stack(rotary), wide_prefixes)
+    wide_rows = [
+        replace(row, latents=row.latents.float(), prefix=PrefixKV(row.prefix.layout, kv_of(row).float()))
+        for row in rows
+    ]
+    return PlainDecoder(wide).decode(wide_rows)[0]
+
+
+def kv_of(row: Row) -> Tensor:
+    assert isinstance(row.prefix, PrefixKV)
+    return row.prefix.kv
 
 
 def test_replay_equals_eager_bit_for_bit_and_the_plain_path_closely(transformer, decoder) -> None:  # type: ignore[no-untyped-def]
@@ -125,8 +130,8 @@ def test_a_poisoned_neighbour_leaves_no_trace(transformer, decoder) -> None:  # 
     captured, eager = decoder(), decoder(graphs=False)
     healthy, sick = row(transformer, 1, 33), row(transformer, 2, 500)
     expected = decode(eager, [healthy, healthy])[0]
-    sick[0].fill_(float("nan"))
-    sick[3].kv.fill_(float("nan"))
+    sick.latents.fill_(float("nan"))
+    kv_of(sick).fill_(float("nan"))
     for place in (0, 1):
         beside = decode(captured, [sick, healthy] if place else [healthy, sick])[0]
         assert torch.isnan(beside[1 - place]).any()
@@ -138,7 +143,7 @@ def test_a_prefix_changed_in_place_is_seen(transformer, decoder) -> None:  # typ
     captured, eager = decoder(), decoder(graphs=False)
     one = row(transformer, 1)
     before = decode(captured, [one])[0]
-    one[3].kv.mul_(-1)
+    kv_of(one).mul_(-1)
     after = decode(captured, [one])[0]
     assert not torch.equal(before, after)
     assert torch.equal(after, decode(eager, [one])[0])
@@ -174,30 +179,36 @@ def test_graphs_are_bounded_and_the_oldest_goes_before_a_new_one_is_allocated(  
     assert held == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("phase", ["warm-up", "capture"])
+@pytest.mark.parametrize("phase", ["allocation", "warm-up", "capture"])
 def test_without_memory_for_a_capture_steps_go_on_without(  # type: ignore[no-untyped-def]
     transformer, decoder, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     captured, eager = decoder(), decoder(graphs=False)
     rows = [row(transformer, 1)]
     expected = decode(eager, rows)[0]
-    step, calls = captured._step, []
+    failed: list[str] = []
 
-    def failing(packed: PackedRows) -> Tensor:
-        calls.append(torch.cuda.is_current_stream_capturing())
-        velocity = step(packed)
-        if len(calls) == (1 if phase == "warm-up" else 2):
-            raise torch.OutOfMemoryError("injected")
-        return velocity
+    def failing(work: Callable[..., object], when: Callable[[], bool]) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            done = work(*args)
+            if when() and not failed:
+                failed.append(phase)
+                raise torch.OutOfMemoryError("injected")
+            return done
 
-    monkeypatch.setattr(captured, "_step", failing)
+        return run
+
+    capturing = torch.cuda.is_current_stream_capturing
+    if phase == "allocation":
+        monkeypatch.setattr(captured, "_packed", failing(captured._packed, lambda: True))
+    else:
+        monkeypatch.setattr(captured, "_step", failing(captured._step, lambda: capturing() == (phase == "capture")))
     torch.cuda.synchronize()
     gc.collect()
     before = torch.cuda.memory_allocated()
     velocity, result = decode(captured, rows)
-    assert result is GraphResult.NO_MEMORY
+    assert (result, failed) == (GraphResult.NO_MEMORY, [phase])
     assert torch.equal(velocity, expected)
-    assert len(calls) == (2 if phase == "warm-up" else 3)
     assert decode(captured, rows)[1] is GraphResult.NO_MEMORY
     assert not captured._graphs
     del velocity

@@ -24,7 +24,7 @@ from tests.closeness import relative_error
 if torch.cuda.is_available():
     from models import kernels
     from models.fused import FLASH_3, Flash3Attention, FusedOps, TwoPartAttention
-    from models.packed import PackedRows
+    from models.packed import PackedRows, Row
 
 BFLOAT16 = 4e-3  # relative L2 of one rounding to bfloat16, with room
 
@@ -127,7 +127,7 @@ def test_decode_attention(way: str, tokens: int, lens: list[int]) -> None:
     rotary = torch.randn(rows, 2, tokens, dim // 2, device="cuda")
     layout = [prefix_layout([False] * length, []) for length in lens]
     kept = [PrefixKV(*pair) for pair in zip(layout, prefixes, strict=True)]
-    packed.fill(list(draw(rows, tokens, 4)), [0.5] * rows, list(rotary), kept)
+    packed.fill([Row(*row) for row in zip(draw(rows, tokens, 4), [0.5] * rows, rotary, kept, strict=True)])
     x = draw(rows, tokens, heads * dim)
     q, k, v = exact_qkv(layer, layer.to_qkv(x).view(rows, tokens, 3, -1), rotary)
     exact = target_attention(q, k, v, [prefix[number].float() for prefix in prefixes]).flatten(2)
