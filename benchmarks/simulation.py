@@ -224,7 +224,7 @@ def _prompt(num_tokens: int, num_condition_images: int) -> TokenizedPrompt:
 @functools.cache
 def _condition_images(count: int) -> tuple[ConditionImage, ...]:
     no_pixels = np.zeros((0, 0, 4), np.uint8)
-    return (ConditionImage(no_pixels, no_pixels[..., :3], _grid(CONDITION_SIDE_PX)),) * count
+    return (ConditionImage(no_pixels, no_pixels[..., :3], _grid(CONDITION_SIDE_PX), b""),) * count
 
 
 @functools.cache

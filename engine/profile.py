@@ -33,6 +33,7 @@ from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample,
 from models.image_model import ImageModel
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, prefix_layout
+from models.tensor_cache import CACHE_BYTES
 
 if TYPE_CHECKING:
     from engine.runner import Runner
@@ -43,6 +44,7 @@ PROFILE_LIMIT_S = 20.0
 PROMPT_TOKENS = 48
 HOST_MEMORY_SHARE = 0.5  # of the free memory, when the device is the CPU
 DEVICE_RESERVE_BYTES = 2**30  # for the allocator's fragments and the driver
+NUM_CACHES = 3  # of tensors, which fill up as requests come
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def _memory_model(model: ImageModel, workspace_per_token: float, max_target_toke
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(model.device)
         workspace = int(workspace_per_token * max_target_tokens)
-        budget = max(0, free - workspace - DEVICE_RESERVE_BYTES)
+        budget = max(0, free - workspace - DEVICE_RESERVE_BYTES - NUM_CACHES * CACHE_BYTES)
     else:
         budget = int(HOST_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return MemoryModel(

@@ -29,9 +29,7 @@ from models.packed import Row
 from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.sampling import clean_estimate, euler_update, guide, starting_noise
-from models.tensor_cache import TensorCache
-
-CACHE_BYTES = 2**28  # of prompt embeddings, and again of condition latents
+from models.tensor_cache import CACHE_BYTES, TensorCache
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ class Runner:
         self.max_target_tokens = max_target_tokens
         self.warm_grids = tuple(warm_grids)
         self._decoder = model.decoder(decode_graphs)
-        self.shortcut = ""  # of the last encode or denoise step, see `WorkDone`
+        self.shortcut = ""  # of the last item, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)
         self._images = TensorCache(CACHE_BYTES)
         self._states: dict[str, _State] = {}
@@ -142,12 +140,13 @@ class Runner:
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""
-        for cache in (self._decoder, self._prompts, self._images, self._model.text_encoder.seen):
+        for cache in (self._decoder, self._prompts, self._images, self._model.text_encoder):
             cache.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
 
     def _run(self, work: Work) -> np.ndarray | None:
+        self.shortcut = ""
         match work:
             case EncodePrompt():
                 self._encode(self._states[work.request_id])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -21,16 +19,12 @@ class TokenizedPrompt:
     layout: PrefixLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ConditionImage:
     """A condition image at its working size: `rgba` (height, width, 4) for the VAE, `rgb` (height, width, 3)
-    composited over white for the vision encoder; both uint8."""
+    composited over white for the vision encoder; both uint8. `digest` is equal for equal pictures."""
 
     rgba: np.ndarray
     rgb: np.ndarray
     grid: Grid
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Equal for equal pictures."""
-        return hashlib.sha256(repr(self.rgba.shape).encode() + self.rgba.tobytes()).digest()
+    digest: bytes

@@ -7,6 +7,7 @@ the result equals tokenizing the whole string, except that nobody can write a tu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,4 +71,6 @@ def prepare_condition_image(image: Image.Image, area_px: int, px_per_token: int)
     resized = image.resize(size_px, resample=Image.Resampling.LANCZOS)
     white = Image.new("RGB", size_px, (255, 255, 255))
     white.paste(resized, mask=resized.getchannel("A"))
-    return ConditionImage(np.array(resized), np.array(white), Grid.of_pixels(*size_px, px_per_token))
+    rgba = np.array(resized)
+    digest = hashlib.sha256(repr(rgba.shape).encode() + rgba.tobytes()).digest()
+    return ConditionImage(rgba, np.array(white), Grid.of_pixels(*size_px, px_per_token), digest)

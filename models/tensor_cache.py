@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
+CACHE_BYTES = 2**28  # of each kind: prompt embeddings, vision features, condition latents
+
 
 class TensorCache:
     """Keeps the most recently used tensors, up to `max_bytes` of them. They must not be written to."""

@@ -22,12 +22,11 @@ from models.config import read_json
 from models.errors import CheckpointError
 from models.inputs import ConditionImage, TokenizedPrompt
 from models.layout import SLOT_SIDE_TOKENS, PrefixLayout
-from models.tensor_cache import TensorCache
+from models.tensor_cache import CACHE_BYTES, TensorCache
 
 if TYPE_CHECKING:
     from models.language_model import FusedLanguageModel, VisionFeatures
 
-SEEN_BYTES = 2**28
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
 
 
@@ -43,13 +42,19 @@ class TextEncoder(nn.Module):
         self.temporal_patch: int = processor.temporal_patch_size
         self.mean, self.std = processor.image_mean, processor.image_std
         self._fused: FusedLanguageModel | None = None
-        self.seen = TensorCache(SEEN_BYTES)  # what the vision tower made of images, when `fuse` was called
+        self._seen = TensorCache(CACHE_BYTES)  # what the vision tower made of images, when `fuse` was called
 
     def fuse(self, graphs: bool) -> None:
         """Run the language model's layers by `models.language_model`, captured for short text if `graphs`."""
         from models.language_model import FusedLanguageModel
 
         self._fused = FusedLanguageModel(self.model.language_model, graphs)
+
+    def clear(self) -> None:
+        """Give back the memory that is kept between prompts."""
+        self._seen.clear()
+        if self._fused is not None:
+            self._fused.clear()
 
     @property
     def slot_px(self) -> int:
@@ -116,7 +121,7 @@ class TextEncoder(nn.Module):
             seen = self.model.visual(pixels, grid_thw=inputs["image_grid_thw"], return_dict=True)
             return torch.stack([seen.pooler_output, *seen.deepstack_features])
 
-        embeds, *deepstack = torch.cat([self.seen.get(image.digest, partial(see, image)) for image in images], dim=1)
+        embeds, *deepstack = torch.cat([self._seen.get(image.digest, partial(see, image)) for image in images], dim=1)
         return VisionFeatures(slots, embeds, deepstack)
 
     def _vision_inputs(self, images: Sequence[ConditionImage]) -> dict[str, Tensor]:
