@@ -53,6 +53,7 @@ class _Item:
     kind: WorkKind | None = None
     size: Size = NO_SIZE
     rows: int = 0
+    tokens: int = 0
     shortcut: str = ""
 
 
@@ -192,16 +193,14 @@ class WorkerLoop:
                 sizes = [self._step_sizes[sample.request_id] for sample in work.samples]
                 tokens = sum([size.tokens for size in sizes])
                 size = Size(tokens, context=sum([size.context for size in sizes]) // len(sizes))
-                return _Item(work, WorkKind.STEP, size, rows=tokens // request.target_grid.num_tokens)
+                return _Item(work, WorkKind.STEP, size, tokens // request.target_grid.num_tokens, tokens)
         return _Item(work)
 
     def _report(self, item: _Item, seconds: float) -> None:
         """Tell of an item that is done, and learn from the time that it took."""
         if item.kind is not None:
             self._costs.correct(Measurement(item.kind, item.size, seconds))
-        is_step = item.kind is WorkKind.STEP
-        shortcut = item.shortcut if is_step or item.kind is WorkKind.ENCODE else ""
-        self._emit(WorkDone(item.work, seconds, item.rows, item.size.tokens if is_step else 0, shortcut))
+        self._emit(WorkDone(item.work, seconds, item.rows, item.tokens, item.shortcut))
         self._tell_memory()
 
     def _tell_memory(self) -> None:
