@@ -23,20 +23,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-)
+from training.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, WORD_PATTERN
+
 # Words the byte-pair merges are learnt from; enough for merges to cross the template's seams.
 CORPUS = (
     "Comprehend and analyze the provided prompt.",
@@ -44,9 +32,6 @@ CORPUS = (
     "a red circle, a blue square and a green star on a plain white background",
     "replace the circle with a star; make it blue; move it to the left; remove the background",
     "one two three large small objects in the top left and bottom right corner\n\n\n  ",
-)
-WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 

@@ -77,17 +77,7 @@ def assert_error(answer: httpx.Response, code: str) -> None:
     assert not any(word in answer.text for word in ("secret", "Traceback", "/", ".py"))
 
 
-@pytest.mark.parametrize(
-    ("seed", "code"),
-    [
-        (faults.RAISE_AT_STEP_11, "internal_error"),
-        (faults.RAISE_IN_ENCODE, "internal_error"),
-        (faults.NAN_AT_STEP_2, "generation_failed"),
-        (faults.OOM_IN_PREFILL, "out_of_memory"),
-        (faults.OOM_IN_STEP, "out_of_memory"),
-        (faults.OOM_IN_DECODE, "out_of_memory"),
-    ],
-)
+@pytest.mark.parametrize(("seed", "code"), faults.FAILS_ALONE.items())
 async def test_a_request_at_fault_fails_alone(
     client: httpx.AsyncClient, alone: list[np.ndarray], seed: int, code: str
 ) -> None:

@@ -26,6 +26,15 @@ ABORT_AT_STEP_2 = 1_000_021
 HANG_AT_STEP_2 = 1_000_022
 LOSE_DEVICE_AT_STEP_2 = 1_000_023
 
+FAILS_ALONE = {  # the code of the error that a request at fault ends with
+    RAISE_AT_STEP_11: "internal_error",
+    RAISE_IN_ENCODE: "internal_error",
+    NAN_AT_STEP_2: "generation_failed",
+    OOM_IN_PREFILL: "out_of_memory",
+    OOM_IN_STEP: "out_of_memory",
+    OOM_IN_DECODE: "out_of_memory",
+}
+
 
 class FaultyRunner(Runner):
     """Real in everything but the seeds above. With `ahead` it lets steps be started and finished apart, as on a GPU."""

@@ -43,17 +43,7 @@ async def together(engine: Engine, *seeds: int) -> list[GenerationResult | BaseE
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    ("seed", "code"),
-    [
-        (faults.RAISE_AT_STEP_11, "internal_error"),
-        (faults.RAISE_IN_ENCODE, "internal_error"),
-        (faults.NAN_AT_STEP_2, "generation_failed"),
-        (faults.OOM_IN_PREFILL, "out_of_memory"),
-        (faults.OOM_IN_STEP, "out_of_memory"),
-        (faults.OOM_IN_DECODE, "out_of_memory"),
-    ],
-)
+@pytest.mark.parametrize(("seed", "code"), faults.FAILS_ALONE.items())
 async def test_a_fault_in_a_batch_fails_alone(engine: Engine, seed: int, code: str) -> None:
     [expected] = await together(engine, 1)
     before, failed, after = await together(engine, 1, seed, 2)
