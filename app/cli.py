@@ -19,7 +19,13 @@ from pydantic.fields import FieldInfo
 from app.settings import Settings, SettingsError, load_settings, split_commas
 
 SERVE_FLAGS = tuple(name for name in Settings.model_fields if name != "model")
-GENERATE_FLAGS = ("config", "device", "dtype", "log_level")
+WEIGHT_FLAGS = (
+    "transformer_dtype", "text_encoder_dtype", "fp8_ignored_layers", "fp8_first_blocks", "fp8_last_blocks",
+)  # fmt: skip
+GENERATE_FLAGS = (
+    "config", "device", "dtype", *WEIGHT_FLAGS, "fp8_first_steps", "fp8_last_steps", "prefix_kv_dtype", "log_level",
+)  # fmt: skip
+QUANTIZE_FLAGS = ("config", *WEIGHT_FLAGS, "log_level")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from app.evaluation.run import evaluate
 
             evaluate(args, settings)
+        elif args.command == "quantize":
+            from app.quantize import quantize
+
+            quantize(args, settings)
         else:
             from app.offline import generate
 
@@ -73,6 +83,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_request(generate_parser)
     add_settings(generate_parser, GENERATE_FLAGS)
+
+    quantize_parser = commands.add_parser(
+        "quantize",
+        help="write a checkpoint with its networks in FP8",
+        description="Write a checkpoint with its networks in FP8: both, or the one whose type is given as fp8.",
+        usage="easel quantize [MODEL] -o FOLDER [flags]",
+        allow_abbrev=False,
+    )
+    quantize_parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="A new folder.")
+    add_settings(quantize_parser, QUANTIZE_FLAGS)
 
     eval_parser = commands.add_parser(
         "eval",

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from engine.config import EngineConfig
+from models.precision import Precision
 
 ENV_PREFIX = "EASEL_"
 ContentShape = Literal["text", "markdown", "parts"]
@@ -71,6 +72,22 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Weight type; auto is bfloat16 on a GPU and float32 on the CPU."
     )
+    transformer_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="fp8 keeps the transformer's weights in 8 bits; auto as the checkpoint has them."
+    )
+    text_encoder_dtype: Literal["auto", "fp8"] = Field("auto", description="The same for the text encoder.")
+    prefix_kv_dtype: Literal["auto", "fp8", "fp8_v"] = Field(
+        "auto", description="fp8 keeps what is cached of prompts and input images in 8 bits, fp8_v a half of it."
+    )
+    fp8_ignored_layers: Names = Field(
+        (), description="Layers that stay out of fp8: parts of published names, like img_mlp, or patterns with *."
+    )
+    fp8_first_blocks: int = Field(0, ge=0, description="First transformer blocks that stay out of fp8.")
+    fp8_last_blocks: int = Field(0, ge=0, description="Last transformer blocks that stay out of fp8.")
+    fp8_first_steps: int = Field(
+        0, ge=0, description="First steps of a picture without fp8; keeps the transformer a second time."
+    )
+    fp8_last_steps: int = Field(0, ge=0, description="Last steps of a picture without fp8, in the same way.")
     decode_graphs: bool = Field(True, description="Whether denoise steps are captured as CUDA graphs and replayed.")
     eager: bool = Field(False, description="Whether to do without fused kernels and graphs on a GPU, to debug.")
     warm_sizes: Sizes = Field((), description="Sizes, like 1536x1024, that are prepared for before it is ready.")
@@ -189,6 +206,16 @@ class Settings(BaseSettings):
             decode_graphs=self.decode_graphs,
             eager=self.eager,
             warm_sizes_px=tuple(pixels_of(size) for size in self.warm_sizes),
+            precision=Precision(
+                transformer=self.transformer_dtype,
+                text_encoder=self.text_encoder_dtype,
+                prefix_kv=self.prefix_kv_dtype,
+                ignored_layers=self.fp8_ignored_layers,
+                first_blocks=self.fp8_first_blocks,
+                last_blocks=self.fp8_last_blocks,
+                first_steps=self.fp8_first_steps,
+                last_steps=self.fp8_last_steps,
+            ),
             policy=self.policy,
             max_stretch=self.max_stretch,
             hang_timeout_s=self.hang_timeout_seconds,

@@ -1,11 +1,12 @@
 """Denoise steps of the published model's size on a GPU: ours, the reference, and what the chip can sustain.
 
-    python -m benchmarks.step [--sizes 512,1024] [--rows 1,4] [--conditions 0,1] [--compiled 1024] [--json FILE]
+    python -m benchmarks.step [--sizes 512,1024] [--rows 1,4] [--conditions 0,1] [--compiled 1024] [--fp8] [--json FILE]
 
 Weights are random. For each shape, in one run: our prefill and step (captured, everything that is copied in included);
 the step of diffusers' transformer from its own cache, eager and, for the sizes of `--compiled`, with its blocks
 compiled; and the floor, which is the step's own matrix products and the fastest installed attention at their exact
-sizes, captured too. Each is repeated back to back for `--seconds`: the chip is power-limited, and bursts read faster.
+sizes, captured too. With `--fp8` the same of our step with every block in FP8, whose products' floor starts from
+quantized numbers. Each is repeated back to back for `--seconds`: the chip is power-limited, and bursts read faster.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.quality import variant
 from benchmarks.real_size import TRANSFORMER, fill
 from models.config import TransformerConfig
 from models.decoding import PackedDecoder
@@ -32,6 +34,7 @@ from models.fused import Flash3Attention, FusedOps
 from models.layout import Grid, prefix_layout
 from models.packed import Row
 from models.prefix_kv import Prefix
+from models.quantization import Activation, QuantizationPlan, quantize_rows
 from models.rope import target_table
 from models.transformer import Transformer, published_names
 
@@ -61,6 +64,7 @@ class Figures:
     """Milliseconds; `peak_gib` is over weights, of our step's first run, capture included."""
 
     case: Case
+    dtype: str
     prefill_ms: float
     step_ms: float
     floor_ms: float
@@ -99,6 +103,8 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 class Ours:
     """Our transformer with random weights, and one made-up request per row."""
 
+    dtype = "bf16"
+
     def __init__(self) -> None:
         self.config = TransformerConfig(
             **{key: tuple(value) if isinstance(value, list) else value for key, value in TRANSFORMER.items()}
@@ -110,6 +116,9 @@ class Ours:
         self.transformer = fill(transformer, "cuda")
         assert isinstance(self.transformer, Transformer)
         self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
+
+    def input_of(self, x: Tensor) -> Activation:
+        return x
 
     def inputs(self, case: Case) -> tuple[Tensor, list[Tensor], Tensor]:
         draw = torch.Generator("cuda").manual_seed(case.side_px)
@@ -147,12 +156,14 @@ class Ours:
         k = torch.randn(case.rows, tokens + prefix_len, *heads, device=DEVICE, dtype=DTYPE)
         v = torch.randn_like(k)
 
+        narrow_input, wide_input = self.input_of(x), self.input_of(wide)
+
         def products() -> None:
             for block in self.transformer.blocks:
-                block.attn.to_qkv(x)
-                block.attn.to_out(x)
-                block.mlp.gate_up(x)
-                block.mlp.down(wide)
+                block.attn.to_qkv(narrow_input)
+                block.attn.to_out(narrow_input)
+                block.mlp.gate_up(narrow_input)
+                block.mlp.down(wide_input)
 
         def cudnn() -> Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -164,6 +175,20 @@ class Ours:
 
             ways.append(lambda: flash_attn_func(q, k, v))
         return products, min(ways, key=lambda way: sustained_ms(captured(way), 0.2))
+
+
+class OursFp8(Ours):
+    """The same weights, quantized."""
+
+    dtype = "fp8"
+
+    def __init__(self, ours: Ours) -> None:
+        self.config, self.ops = ours.config, ours.ops
+        self.transformer = variant(ours.transformer, QuantizationPlan())[0]
+        self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
+
+    def input_of(self, x: Tensor) -> Activation:
+        return quantize_rows(x)
 
 
 class Reference:
@@ -224,7 +249,7 @@ def measure(case: Case, ours: Ours, reference: Reference | None, seconds: float)
     floor_ms = sustained_ms(captured(whole_floor), seconds)
     step_ms = sustained_ms(step, seconds)
     gemm_ms = sustained_ms(captured(products), seconds / 2)
-    figures = Figures(case, prefill_ms, step_ms, floor_ms, gemm_ms, None, None, peak_gib, None)
+    figures = Figures(case, ours.dtype, prefill_ms, step_ms, floor_ms, gemm_ms, None, None, peak_gib, None)
     if reference is not None:
         theirs = reference.step(ours, case)
         difference = (theirs().float() - velocity.float()).norm() / velocity.float().norm()
@@ -235,7 +260,7 @@ def measure(case: Case, ours: Ours, reference: Reference | None, seconds: float)
 
 def row(figures: Figures) -> str:
     case = figures.case
-    cells = [f"{case.side_px:5d} {case.rows:4d} {case.conditions:4d}"]
+    cells = [f"{case.side_px:5d} {case.rows:4d} {case.conditions:4d} {figures.dtype:4s}"]
     cells.append(f"{figures.prefill_ms:8.1f} {figures.step_ms:8.2f} {figures.floor_ms:8.2f}")
     cells.append(f"{figures.step_ms / figures.floor_ms:6.3f}")
     for theirs in (figures.reference_ms, figures.reference_compiled_ms):
@@ -245,7 +270,7 @@ def row(figures: Figures) -> str:
     return " ".join(cells)
 
 
-HEADER = " side rows cond  prefill     step    floor  ratio    eager     by compiled     by    GiB    error"
+HEADER = " side rows cond      prefill     step    floor  ratio    eager     by compiled     by    GiB    error"
 
 
 def numbers(text: str) -> list[int]:
@@ -258,12 +283,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=numbers, default=[1])
     parser.add_argument("--conditions", type=numbers, default=[0])
     parser.add_argument("--compiled", type=numbers, default=[])
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     with torch.inference_mode():
         ours = Ours()
+        fp8 = OursFp8(ours) if args.fp8 else None
         reference = None if args.no_reference else Reference(ours)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {type(ours.ops.decode_attention).__name__}")
         print(HEADER)
@@ -272,10 +299,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             figures = measure(Case(side, rows, conditions), ours, reference, args.seconds)
             all_figures.append(figures)
             print(row(figures), flush=True)
+            if fp8 is not None:
+                in_fp8 = measure(Case(side, rows, conditions), fp8, None, args.seconds)
+                in_fp8.reference_ms = figures.reference_ms
+                all_figures.append(in_fp8)
+                print(row(in_fp8), flush=True)
         if reference is not None and args.compiled:
             reference.model.compile_repeated_blocks(dynamic=False)
             for figures in all_figures:
-                if figures.case.side_px in args.compiled:
+                if figures.case.side_px in args.compiled and figures.dtype == ours.dtype:
+                    torch.compiler.reset()  # each shape gets its own code, and none meets a limit on recompiling
                     step = reference.step(ours, figures.case)
                     figures.reference_compiled_ms = sustained_ms(step, args.seconds)
                     print(row(figures), flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.precision import AS_STORED, Precision
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -16,7 +18,8 @@ class EngineConfig:
     for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
     `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
     replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
-    `warm_sizes_px` (width, height) are prepared for at start. None leaves a default to the checkpoint.
+    `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. None leaves a
+    default to the checkpoint.
     """
 
     model: str
@@ -31,6 +34,7 @@ class EngineConfig:
     decode_graphs: bool = True
     eager: bool = False
     warm_sizes_px: tuple[tuple[int, int], ...] = ()
+    precision: Precision = AS_STORED
     max_output_pixels: int = 2048 * 2048
     default_num_steps: int | None = None
     default_resolution_px: int | None = None

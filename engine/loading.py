@@ -63,7 +63,8 @@ def load_runner(config: EngineConfig) -> Runner:
     configs = read_configs(config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    model = ImageModel.load(configs, device, dtype, fused=not config.eager and has_kernels(device, dtype))
+    fused = not config.eager and has_kernels(device, dtype)
+    model = ImageModel.load(configs, device, dtype, fused, config.precision)
     max_target_tokens = config.max_output_pixels // configs.px_per_token**2
     covered = [cover(size_px, configs.size_multiple_px) for size_px in config.warm_sizes_px]
     warm_grids = [Grid.of_pixels(*size_px, configs.px_per_token) for size_px in covered]

@@ -33,6 +33,7 @@ from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample,
 from models.image_model import ImageModel
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, prefix_layout
+from models.prefix_kv import kv_bytes_per_token
 from models.tensor_cache import CACHE_BYTES
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _memory_model(model: ImageModel, workspace_per_token: float, max_target_toke
         budget = int(HOST_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return MemoryModel(
         budget_bytes=budget,
-        kv_bytes_per_token=2 * config.num_layers * config.inner_dim * element,
+        kv_bytes_per_token=kv_bytes_per_token(config, model.dtype, model.kv_fp8),
         embed_bytes_per_token=config.context_in_dim * element,
         latent_bytes_per_token=config.in_channels * element,
         rotary_bytes_per_token=4 * config.attention_head_dim,

@@ -70,7 +70,7 @@ class Runner:
         self._model = model
         self.max_target_tokens = max_target_tokens
         self.warm_grids = tuple(warm_grids)
-        self._decoder = model.decoder(decode_graphs)
+        self._decoder, self._exact_decoder = model.decoders(decode_graphs)
         self.shortcut = ""  # of the last item, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)
         self._images = TensorCache(CACHE_BYTES)
@@ -140,7 +140,7 @@ class Runner:
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""
-        for cache in (self._decoder, self._prompts, self._images, self._model.text_encoder):
+        for cache in (self._decoder, self._exact_decoder, self._prompts, self._images, self._model.text_encoder):
             cache.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
@@ -188,10 +188,10 @@ class Runner:
     def _prefill(self, state: _State) -> None:
         """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
         request, device, dtype = state.request, self._model.device, self._model.dtype
-        transformer = self._model.transformer
+        transformer = self._model.exact
         prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
-            prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout))
+            prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout, self._model.kv_fp8))
             position = prompt.layout.target_position
             rotary.append(target_table(request.target_grid, position, transformer.config.axes_dims_rope, device))
         if not state.latents:
@@ -207,7 +207,11 @@ class Runner:
             latents, sigma = state.latents[sample.image_index], state.request.sigmas[sample.step]
             branches = zip(state.rotary, state.prefixes, strict=True)
             rows += [Row(latents, sigma, rotary, prefix) for rotary, prefix in branches]
-        velocity, self.shortcut = self._decoder.decode(rows)
+        precision = self._model.precision
+        is_exact = any(
+            precision.is_exact(sample.step, self._states[sample.request_id].request.num_steps) for sample in samples
+        )
+        velocity, self.shortcut = (self._exact_decoder if is_exact else self._decoder).decode(rows)
         row, updated, estimates = 0, [], {}
         for sample in samples:
             state = self._states[sample.request_id]

@@ -43,15 +43,15 @@ def block_causal_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def target_attention(q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[Tensor]) -> Tensor:
+def target_attention(q: Tensor, k: Tensor, v: Tensor, prefix_kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention of target tokens over their own block and, row by row, over that row's prefix.
 
-    `prefix_kv` holds one (2, prefix tokens, heads, head_dim) per row: keys, then values, of this layer.
+    `prefix_kv` holds a row's keys and values of this layer, each (prefix tokens, heads, head_dim).
     """
     outputs = []
-    for row, prefix in enumerate(prefix_kv):
+    for row, (prefix_k, prefix_v) in enumerate(prefix_kv):
         one = slice(row, row + 1)
-        keys = torch.cat([k[one], prefix[0:1]], dim=1)
-        values = torch.cat([v[one], prefix[1:2]], dim=1)
+        keys = torch.cat([k[one], prefix_k[None]], dim=1)
+        values = torch.cat([v[one], prefix_v[None]], dim=1)
         outputs.append(attention(q[one], keys, values))
     return torch.cat(outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from models.config import read_json
 from models.errors import CheckpointError
+from models.quantization import FP8, SCALE_SUFFIX, Quantized, quantize_rows
 
 log = logging.getLogger(__name__)
 
 READERS = 8  # threads that read and copy to the device at once
+ROWS = 2048  # of a weight that are quantized at once
 
 
 class TensorFiles:
@@ -63,6 +65,9 @@ class TensorFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU and in the dtype it was stored in."""
         path = self._file_of.get(name)
@@ -93,17 +98,25 @@ def load_weights(
     """
     started_s = time.monotonic()
     parameters = dict(module.named_parameters())
+    scales = {name + SCALE_SUFFIX for name, parameter in parameters.items() if parameter.dtype == FP8}
 
-    def filled(name: str) -> Tensor:
-        target = torch.empty(parameters[name].shape, dtype=dtype, device=device)
-        _fill(target, published_names(name), files)
-        return target
+    def filled(name: str) -> dict[str, Tensor]:
+        shape, sources = parameters[name].shape, published_names(name)
+        if name + SCALE_SUFFIX in scales:
+            quantized = _read_quantized(shape, sources, files, device)
+            return {name: quantized.values, name + SCALE_SUFFIX: quantized.scales}
+        target = torch.empty(shape, dtype=dtype, device=device)
+        for part, source in _parts(target, sources):
+            part.copy_(_read_float(source, part.shape, files))
+        return {name: target}
 
     with ThreadPoolExecutor(READERS) as pool:
-        for name, tensor in zip(parameters, pool.map(filled, parameters), strict=True):
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
-    used = {published for name in parameters for published in published_names(name)}
+        for tensors in pool.map(filled, [name for name in parameters if name not in scales]):
+            for name, tensor in tensors.items():
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    used = {published for name in parameters if name not in scales for published in published_names(name)}
+    used |= {f"{weight}{SCALE_SUFFIX}" for name in scales for weight in published_names(name[: -len(SCALE_SUFFIX)])}
     patterns = tuple(unused)
     for name in files:
         if name not in used and not any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -112,14 +125,37 @@ def load_weights(
     log.info("loaded %s: %.2f GB in %.1f s", files.folder.name, num_bytes / 1e9, time.monotonic() - started_s)
 
 
-def _fill(target: Tensor, sources: tuple[str, ...], files: TensorFiles) -> None:
-    rows = target.shape[0] // len(sources)
-    for index, source in enumerate(sources):
-        part = target[index * rows : (index + 1) * rows]
-        tensor = files.read(source)
-        if tensor.shape != part.shape:
-            expected, found = tuple(part.shape), tuple(tensor.shape)
-            raise CheckpointError(f"{files.file_of(source)}: tensor {source} has shape {found}, expected {expected}")
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{files.file_of(source)}: tensor {source} has dtype {tensor.dtype}")
-        part.copy_(tensor)
+def _parts(target: Tensor, sources: Sequence[str]) -> Iterator[tuple[Tensor, str]]:
+    """The rows of `target` that each source fills."""
+    return zip(target.chunk(len(sources)), sources, strict=True)
+
+
+def _read(name: str, shape: torch.Size, files: TensorFiles) -> Tensor:
+    tensor = files.read(name)
+    if tensor.shape != shape:
+        found, expected = tuple(tensor.shape), tuple(shape)
+        raise CheckpointError(f"{files.file_of(name)}: tensor {name} has shape {found}, expected {expected}")
+    return tensor
+
+
+def _read_float(name: str, shape: torch.Size, files: TensorFiles) -> Tensor:
+    tensor = _read(name, shape, files)
+    if not tensor.is_floating_point() or tensor.dtype == FP8:
+        raise CheckpointError(f"{files.file_of(name)}: tensor {name} has dtype {tensor.dtype}")
+    return tensor
+
+
+def _read_quantized(shape: torch.Size, sources: Sequence[str], files: TensorFiles, device: torch.device) -> Quantized:
+    """A weight as E4M3, whether it is stored so or is quantized now."""
+    whole = Quantized(torch.empty(shape, dtype=FP8, device=device), torch.empty(shape[0], 1, device=device))
+    for (values, source), scales in zip(_parts(whole.values, sources), whole.scales.chunk(len(sources)), strict=True):
+        if source + SCALE_SUFFIX in files:
+            values.copy_(_read(source, values.shape, files))
+            scales.copy_(_read_float(source + SCALE_SUFFIX, scales.shape, files))
+            continue
+        weight = _read_float(source, values.shape, files)
+        for start in range(0, len(weight), ROWS):
+            rows = slice(start, start + ROWS)
+            quantized = quantize_rows(weight[rows].to(device))
+            values[rows], scales[rows] = quantized.values, quantized.scales
+    return whole

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from models.packed import PackedRows, Row
+from models.prefix_kv import PrefixKV
 from models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class _Shape:
     rows: int
     tokens: int
     capacity: int
+    fp8: tuple[bool, bool]
 
 
 class PackedDecoder:
@@ -102,7 +104,10 @@ class PackedDecoder:
 
     def decode(self, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
         longest = max(row.prefix.layout.prefix_len_tokens for row in rows)
-        shape = _Shape(len(rows), len(rows[0].latents), self._attention.capacity(longest))
+        prefix = rows[0].prefix
+        fp8 = prefix.fp8 if isinstance(prefix, PrefixKV) else (False, False)
+        tokens = len(rows[0].latents)
+        shape = _Shape(len(rows), tokens, self._attention.capacity(tokens, longest), fp8)
         if graph := self._graphs.get(shape):
             self._graphs.move_to_end(shape)
             return graph.run(rows), GraphResult.HIT
@@ -117,7 +122,9 @@ class PackedDecoder:
 
     def _packed(self, shape: _Shape, rows: Sequence[Row]) -> PackedRows:
         config, like = self._transformer.config, self._transformer.proj_out.weight
-        packed = PackedRows.allocate(config, shape.rows, shape.tokens, shape.capacity, like.dtype, like.device)
+        packed = PackedRows.allocate(
+            config, shape.rows, shape.tokens, shape.capacity, shape.fp8, like.dtype, like.device
+        )
         packed.fill(rows)
         return packed
 

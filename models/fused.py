@@ -3,11 +3,11 @@
 Two ways to attend from target tokens to a prefix whose length is known only on the device, so that one captured step
 serves every prompt:
 
-- FlashAttention-3, where the optional package is there and the GPU is a Hopper: every row's target keys with its
-  prefix behind them, in one buffer that each layer fills anew. The order of keys does not matter to a softmax, and with
-  the prefix last its true length is simply the end of the row.
-- Otherwise two parts: torch's own attention over the target block, which also returns its log-sum-exp, and a kernel
-  that goes on from there over the prefix where it lies.
+- In two parts: the target block alone, with its log-sum-exp, and a kernel that goes on from there over the prefix where
+  it lies. The block's part knows its length, so any attention does for it.
+- In one buffer: every row's target keys with its prefix behind them, filled anew by each layer. The order of keys does
+  not matter to a softmax, and with the prefix last its true length is simply the end of the row. FlashAttention-3 takes
+  such lengths; it is an optional package for Hoppers, and there the faster way for long prefixes and few targets.
 """
 
 from __future__ import annotations
@@ -21,26 +21,34 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models import kernels
+from models import kernels, prefix_kernels
 from models.attention import attention
 from models.ops import QKNorm
 from models.packed import GAP, PackedRows
+from models.quantization import Activation
 from models.transformer import Attention
 
 FLASH_3 = "fa3_fwd_interface"
 FLASH_3_HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
+MANY_TOKENS, SHORT_PREFIX = 4096, 1024  # where FlashAttention-3 is faster in two parts
 SHORT = 512  # queries below which choosing an attention costs more than it gains
 
 
 class DecodeAttention(Protocol):
     """The attention of a decode step over packed rows."""
 
-    def capacity(self, longest_prefix: int) -> int:
-        """Slots behind each row's target keys, for prefixes of up to `longest_prefix` tokens. Few different ones."""
+    def capacity(self, tokens: int, longest_prefix: int) -> int:
+        """Slots behind the keys of a row's target `tokens`, for prefixes of up to `longest_prefix` tokens. Few
+        different ones."""
 
-    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Tensor) -> Tensor:
+    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Activation) -> Tensor:
         """`models.transformer.Attend` over the prefixes of `rows`."""
+
+
+BlockAttention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Attention of a block over itself: from q, k, v (rows, tokens, heads, head_dim) to what was attended to, contiguous,
+and the natural log-sum-exp of the scores, (rows, heads, tokens) float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class FusedOps:
     norm_modulate = staticmethod(kernels.norm_modulate)
     add_norm_modulate = staticmethod(kernels.add_norm_modulate)
     silu_mul = staticmethod(kernels.silu_mul)
+    quantize = staticmethod(kernels.quantize)
 
     @classmethod
     def of(cls, device: torch.device, head_dim: int) -> Self:
@@ -60,61 +69,81 @@ class FusedOps:
         is_hopper = torch.cuda.get_device_capability(device) == HOPPER
         if is_hopper and head_dim in FLASH_3_HEAD_DIMS and importlib.util.find_spec(FLASH_3) is not None:
             return cls(_flash_3_attention, Flash3Attention())
-        backend = SDPBackend.CUDNN_ATTENTION if is_hopper else SDPBackend.FLASH_ATTENTION
-        return cls(_pinned(backend), TwoPartAttention(backend))
+        if is_hopper:
+            return cls(_pinned(SDPBackend.CUDNN_ATTENTION), TwoPartAttention(cudnn_block))
+        return cls(_pinned(SDPBackend.FLASH_ATTENTION), TwoPartAttention(flash_block))
 
-    def store_qkv(self, qkv: Tensor, norm: QKNorm, rotary: Tensor, kv: Tensor) -> Tensor:
-        _, tokens, heads, head_dim = kv.shape
-        split = qkv.view(1, tokens, 3, heads, head_dim)
+    def split_qkv(self, qkv: Tensor, norm: QKNorm, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        split = qkv.unflatten(-1, (3, -1, norm.q_weight.shape[0]))
         kernels.qk_norm_rope_(split, norm.q_weight, norm.k_weight, norm.eps, rotary)
-        kv.copy_(split[0, :, 1:].transpose(0, 1))
-        return split[:, :, 0]
-
-
-class Flash3Attention:
-    """Target keys and prefix in one buffer."""
-
-    def capacity(self, longest_prefix: int) -> int:
-        capacity = 1024
-        while capacity < longest_prefix:
-            capacity *= 2
-        return capacity + GAP
-
-    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Tensor) -> Tensor:
-        from fa3_fwd_interface import flash_attn_with_kvcache
-
-        q = _project(rows, attn, x)[:, :, 0]
-        kernels.append_prefix(rows.addresses, rows.prefix_lens, rows.qkv, rows.tokens, layer, GAP)
-        keys, values = rows.qkv[:, :, 1], rows.qkv[:, :, 2]
-        attended: Tensor = flash_attn_with_kvcache(q, keys, values, cache_seqlens=rows.key_lens, num_splits=1)
-        return attended.flatten(2)
+        q, k, v = split.unbind(2)
+        return q, k, v
 
 
 class TwoPartAttention:
     """Target block first, then on from its log-sum-exp over the prefix where it lies."""
 
-    def __init__(self, backend: SDPBackend) -> None:
-        self._backend = backend
+    def __init__(self, block: BlockAttention) -> None:
+        self._block = block
 
-    def capacity(self, longest_prefix: int) -> int:
+    def capacity(self, tokens: int, longest_prefix: int) -> int:
         return 0
 
-    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Tensor) -> Tensor:
+    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Activation) -> Tensor:
         qkv = _project(rows, attn, x)
-        heads_first = [part.transpose(1, 2) for part in qkv.unbind(2)]
-        if self._backend is SDPBackend.CUDNN_ATTENTION:
-            attended, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True)
-        else:
-            attended, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first)
-        attended = attended.transpose(1, 2).contiguous()
-        lse = lse.reshape(*attended.shape[::2], rows.tokens).contiguous()
-        kernels.merge_prefix(qkv, attended, lse, rows.addresses, rows.prefix_lens, layer)
+        attended, lse = self._block(*qkv.unbind(2))
+        prefix_kernels.merge_prefix(qkv, attended, lse, rows.addresses, rows.prefix_lens, layer, rows.fp8)
         return attended.flatten(2)
 
 
-def _project(rows: PackedRows, attn: Attention, x: Tensor) -> Tensor:
+class Flash3Attention:
+    """In two parts for many targets and a short prefix, else in one buffer."""
+
+    def __init__(self) -> None:
+        self._two_parts = TwoPartAttention(flash_3_block)
+
+    def capacity(self, tokens: int, longest_prefix: int) -> int:
+        if tokens >= MANY_TOKENS and longest_prefix <= SHORT_PREFIX:
+            return 0
+        capacity = 1024
+        while capacity < longest_prefix:
+            capacity *= 2
+        return capacity + GAP
+
+    def __call__(self, rows: PackedRows, layer: int, attn: Attention, x: Activation) -> Tensor:
+        if rows.capacity == 0:
+            return self._two_parts(rows, layer, attn, x)
+        from fa3_fwd_interface import flash_attn_with_kvcache
+
+        q = _project(rows, attn, x)[:, :, 0]
+        prefix_kernels.append_prefix(rows.addresses, rows.prefix_lens, rows.qkv, rows.tokens, layer, GAP, rows.fp8)
+        keys, values = rows.qkv[:, :, 1], rows.qkv[:, :, 2]
+        attended: Tensor = flash_attn_with_kvcache(q, keys, values, cache_seqlens=rows.key_lens, num_splits=1)
+        return attended.flatten(2)
+
+
+def flash_3_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    from fa3_fwd_interface import flash_attn_func
+
+    attended, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    return attended, lse
+
+
+def cudnn_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    heads_first = [part.transpose(1, 2) for part in (q, k, v)]
+    attended, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True)
+    return attended.transpose(1, 2).contiguous(), lse.reshape(*lse.shape[:3]).contiguous()
+
+
+def flash_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    heads_first = [part.transpose(1, 2) for part in (q, k, v)]
+    attended, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first)
+    return attended.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _project(rows: PackedRows, attn: Attention, x: Activation) -> Tensor:
     """Normalised and rotated projections, in their slots: (rows, tokens, 3, heads, head_dim)."""
-    qkv = rows.project(x, attn.to_qkv.weight)
+    qkv = rows.project(x, attn.to_qkv)
     kernels.qk_norm_rope_(qkv, attn.q_weight, attn.k_weight, attn.eps, rows.rotary)
     return qkv
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
 
+from models import text_encoder as text_encoder_module
 from models import transformer as transformer_module
 from models import vae as vae_module
 from models.checkpoint import TensorFiles, load_weights
@@ -15,6 +17,9 @@ from models.config import CheckpointConfigs
 from models.decoding import Decoder, PackedDecoder, PlainDecoder
 from models.errors import CheckpointError
 from models.ops import PLAIN
+from models.precision import AS_STORED, Precision
+from models.prefix_kv import KV_FORMATS
+from models.quantization import QuantizationPlan, multiplies_fp8
 from models.text_encoder import TextEncoder
 from models.transformer import Transformer
 from models.vae import Vae
@@ -25,22 +30,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
-    """The networks of a checkpoint, on one device and in one dtype."""
+    """The networks of a checkpoint, on one device, working in one dtype. `exact` is a transformer without FP8 for the
+    steps that ask for it, where they do; else it is `transformer`."""
 
     configs: CheckpointConfigs
     text_encoder: TextEncoder
     transformer: Transformer
+    exact: Transformer
     vae: Vae
     device: torch.device
     dtype: torch.dtype
+    precision: Precision = AS_STORED
     fused: FusedOps | None = None
 
     @classmethod
-    def load(cls, configs: CheckpointConfigs, device: torch.device, dtype: torch.dtype, fused: bool = False) -> Self:
+    def load(
+        cls,
+        configs: CheckpointConfigs,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: bool = False,
+        precision: Precision = AS_STORED,
+    ) -> Self:
         """Load all weights; `CheckpointError` names the file and tensor at fault. `fused` makes the networks use the
         fused kernels, where the device has them (see `has_kernels`)."""
         folder = configs.folder
-        text_encoder = TextEncoder.load(folder / "text_encoder", folder / "processor", dtype, device)
+        text_encoder = TextEncoder.build(folder / "text_encoder", folder / "processor")
         if text_encoder.slot_px != configs.size_multiple_px:
             raise CheckpointError(
                 f"{folder}: an image slot is {text_encoder.slot_px} px wide for the vision encoder "
@@ -54,32 +69,90 @@ class ImageModel:
 
             fused_ops = FusedOps.of(device, configs.transformer.attention_head_dim)
         with torch.device("meta"):
-            transformer, vae = Transformer(configs.transformer, fused_ops or PLAIN), Vae(configs.vae)
-        load_weights(
-            transformer,
-            TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
-            dtype=dtype,
-            device=device,
-            published_names=transformer_module.published_names,
-        )
+            transformer, exact = (Transformer(configs.transformer, fused_ops or PLAIN) for _ in range(2))
+            vae = Vae(configs.vae)
+            followed = quantize(folder, precision, text_encoder, transformer, multiplies_fp8(device, dtype))
+        text_encoder.load(folder / "text_encoder", dtype, device)
+        keeps_exact = "transformer" in followed and bool(precision.first_steps or precision.last_steps)
+        for network in (transformer, exact) if keeps_exact else (transformer,):
+            load_weights(
+                network,
+                TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
+                dtype=dtype,
+                device=device,
+                published_names=transformer_module.published_names,
+            )
         load_weights(
             vae,
             TensorFiles(folder / "vae", "diffusion_pytorch_model"),
             dtype=dtype,
             device=device,
-            published_names=lambda name: (name,),
+            published_names=text_encoder_module.published_names,
             unused=vae_module.UNUSED_WEIGHTS,
         )
         if fused:
             vae.fuse()
             text_encoder.fuse(graphs=True)
-        return cls(configs, text_encoder, transformer.eval(), vae.eval(), device, dtype, fused_ops)
+        return cls(
+            configs,
+            text_encoder,
+            transformer.eval(),
+            exact.eval() if keeps_exact else transformer,
+            vae.eval(),
+            device,
+            dtype,
+            precision,
+            fused_ops,
+        )
 
-    def decoder(self, graphs: bool) -> Decoder:
-        """What runs this model's denoise steps."""
+    def decoders(self, graphs: bool) -> tuple[Decoder, Decoder]:
+        """What runs this model's denoise steps, and those that want no FP8; one object where there is no difference."""
+        usual = self.decoder_of(self.transformer, graphs)
+        return usual, usual if self.exact is self.transformer else self.decoder_of(self.exact, graphs)
+
+    def decoder_of(self, transformer: Transformer, graphs: bool) -> Decoder:
         if self.fused is not None and self.configs.transformer.causal_condition:
-            return PackedDecoder(self.transformer, self.fused.decode_attention, graphs=graphs)
-        return PlainDecoder(self.transformer)
+            return PackedDecoder(transformer, self.fused.decode_attention, graphs=graphs)
+        return PlainDecoder(transformer)
+
+    @property
+    def kv_fp8(self) -> tuple[bool, bool]:
+        """How prefix KV is kept: one of `KV_FORMATS`."""
+        return KV_FORMATS[self.precision.prefix_kv]
+
+
+def plans(folder: Path, precision: Precision) -> dict[str, QuantizationPlan]:
+    """By component, how those that are to be FP8 become it: as asked, or as the checkpoint has them."""
+    blocks = {"first_blocks": precision.first_blocks, "last_blocks": precision.last_blocks}
+    asked = {
+        "text_encoder": (precision.text_encoder, QuantizationPlan(precision.ignored_layers)),
+        "transformer": (precision.transformer, QuantizationPlan(precision.ignored_layers, **blocks)),
+    }
+    chosen = {}
+    for name, (dtype, wish) in asked.items():
+        stored = QuantizationPlan.read(folder / name / "config.json")
+        if stored is not None and wish not in (stored, QuantizationPlan()):
+            raise CheckpointError(f"{folder / name} is FP8 already: its layers cannot be chosen any more")
+        if stored is not None or dtype == "fp8":
+            chosen[name] = stored or wish
+    return chosen
+
+
+def quantize(
+    folder: Path, precision: Precision, text_encoder: TextEncoder, transformer: Transformer, scaled: bool
+) -> dict[str, QuantizationPlan]:
+    """Make room for FP8 weights in both networks, which are not loaded yet. Returns the plans that were followed.
+    Raises `CheckpointError` for wishes that cannot be met."""
+    modules = {"text_encoder": (text_encoder, text_encoder_module), "transformer": (transformer, transformer_module)}
+    chosen, matched = plans(folder, precision), set[str]()
+    for name, plan in chosen.items():
+        network, module = modules[name]
+        matched |= plan.quantize(network, module.BLOCKS, module.published_names, scaled)
+    if unmatched := sorted(set(precision.ignored_layers) - matched):
+        raise CheckpointError(f"fp8_ignored_layers: no layer that would be FP8 is called {', '.join(unmatched)}")
+    if (precision.first_steps or precision.last_steps) and QuantizationPlan.read(folder / "transformer/config.json"):
+        raise CheckpointError(f"{folder} holds FP8 only: fp8_first_steps and fp8_last_steps have nothing to run with")
+    return chosen
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

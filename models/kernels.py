@@ -12,12 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.quantization import FP8, FP8_MAX, SMALLEST, Activation, Quantized
+
 HEADS = 8  # a program
-QUERIES, PREFIX_TOKENS = 128, 64  # of a tile of attention
+FP8_LIMIT = tl.constexpr(FP8_MAX)
+SMALLEST_ROW = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _norm_modulate(x, branch, gate, scale, hidden, normed, tokens, dim, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _store_row(out, scales, token, dim, channel, inside, value, FP8: tl.constexpr):
+    """Write one token: as it is, or as E4M3 with its scale."""
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST_ROW)
+        tl.store(scales + token, largest / FP8_LIMIT)
+        value *= FP8_LIMIT / largest
+    tl.store(out + token * dim + channel, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_modulate(
+    x, branch, gate, scale, hidden, out, scales, tokens, dim, eps, ADD: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row = token // tokens
     channel = tl.arange(0, BLOCK)
@@ -32,50 +48,79 @@ def _norm_modulate(x, branch, gate, scale, hidden, normed, tokens, dim, eps, ADD
     centred = tl.where(inside, value - tl.sum(value, axis=0) / dim, 0.0)
     centred *= tl.rsqrt(tl.sum(centred * centred, axis=0) / dim + eps)
     centred *= tl.load(scale + row * dim + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + token * dim + channel, centred.to(normed.dtype.element_ty), mask=inside)
+    _store_row(out, scales, token, dim, channel, inside, centred, FP8)
 
 
-def norm_modulate(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, eps: float, fp8: bool = False) -> Activation:
     """See `models.ops.PlainOps`; x is (rows, tokens, dim), contiguous, scale (rows, 1, dim)."""
-    rows, tokens, dim = x.shape
-    normed = torch.empty_like(x)
-    block = triton.next_power_of_2(dim)
-    _norm_modulate[(rows * tokens,)](
-        x, x, x, scale.contiguous(), x, normed, tokens, dim, eps, ADD=False, BLOCK=block, num_warps=8
-    )
-    return normed
+    return _normed(x, x, x, scale, eps, add=False, fp8=fp8)
 
 
-def add_norm_modulate(x: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_modulate(
+    x: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, eps: float, fp8: bool = False
+) -> tuple[Tensor, Activation]:
     """See `models.ops.PlainOps`. `x` is overwritten by the sum."""
+    return x, _normed(x, gate.contiguous(), branch, scale, eps, add=True, fp8=fp8)
+
+
+def _normed(x: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, eps: float, add: bool, fp8: bool) -> Activation:
     rows, tokens, dim = x.shape
-    normed = torch.empty_like(x)
+    out, scales = _rows_like(x, dim, fp8)
     block = triton.next_power_of_2(dim)
     _norm_modulate[(rows * tokens,)](
-        x, branch, gate.contiguous(), scale.contiguous(), x, normed, tokens, dim, eps,
-        ADD=True, BLOCK=block, num_warps=8,
+        x, branch, gate, scale.contiguous(), x, out, scales, tokens, dim, eps,
+        ADD=add, FP8=fp8, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    return x, normed
+    return Quantized(out, scales) if fp8 else out
+
+
+def _rows_like(x: Tensor, dim: int, fp8: bool) -> tuple[Tensor, Tensor]:
+    """What `_store_row` fills: numbers, and scales if they are FP8."""
+    shape = x.shape[:-1]
+    out = x.new_empty(*shape, dim, dtype=FP8 if fp8 else x.dtype)
+    return out, x.new_empty(*shape, 1, dtype=torch.float32) if fp8 else out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, dim, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, scales, dim, FP8: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < dim
     gate = tl.load(gate_up + token * 2 * dim + channel, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * dim + dim + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * dim + channel, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    _store_row(out, scales, token, dim, channel, inside, gate * tl.sigmoid(gate) * up, FP8)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, fp8: bool = False) -> Activation:
     """See `models.ops.PlainOps`; gate_up is (rows, tokens, 2 × dim), contiguous."""
     rows, tokens, width = gate_up.shape
     dim = width // 2
-    out = gate_up.new_empty(rows, tokens, dim)
-    block = min(2048, triton.next_power_of_2(dim))
-    _silu_mul[(rows * tokens, triton.cdiv(dim, block))](gate_up, out, dim, BLOCK=block, num_warps=4)
-    return out
+    out, scales = _rows_like(gate_up, dim, fp8)
+    block = triton.next_power_of_2(dim)
+    if not fp8:  # a scale takes its whole token
+        block = min(2048, block)
+    grid = (rows * tokens, triton.cdiv(dim, block))
+    _silu_mul[grid](gate_up, out, scales, dim, FP8=fp8, BLOCK=block, num_warps=16 if fp8 else 4)
+    return Quantized(out, scales) if fp8 else out
+
+
+@triton.jit
+def _quantize(x, out, scales, dim, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < dim
+    value = tl.load(x + token * dim + channel, mask=inside, other=0.0).to(tl.float32)
+    _store_row(out, scales, token, dim, channel, inside, value, True)
+
+
+def quantize(x: Tensor) -> Quantized:
+    """`models.quantization.quantize_rows` in one pass."""
+    x = x.contiguous()
+    dim = x.shape[-1]
+    out, scales = _rows_like(x, dim, True)
+    block = triton.next_power_of_2(dim)
+    _quantize[(x.numel() // dim,)](x, out, scales, dim, BLOCK=block, num_warps=max(1, min(8, block // 512)))
+    return Quantized(out, scales)
 
 
 @triton.jit
@@ -172,83 +217,3 @@ def norm_rotate_halves(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: 
         x, weight, cos, sin, out, heads, dim, eps, HEADS=HEADS, HALF=triton.next_power_of_2(dim // 2), num_warps=4
     )
     return out
-
-
-@triton.jit
-def _append_prefix(addresses, lengths, qkv, tokens, layer, width, row_stride, gap, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + row).to(tl.int64)
-    if token < length + gap:
-        channel = tl.arange(0, BLOCK)
-        inside = (channel < width) & (token < length)  # behind the prefix: zeros
-        prefix = tl.load(addresses + row).to(tl.pointer_type(qkv.dtype.element_ty))
-        prefix += (2 * layer * length + token) * width + channel
-        key = qkv + row * row_stride + ((tokens + token) * 3 + 1) * width + channel
-        tl.store(key, tl.load(prefix, mask=inside, other=0.0), mask=channel < width)
-        tl.store(key + width, tl.load(prefix + length * width, mask=inside, other=0.0), mask=channel < width)
-
-
-def append_prefix(addresses: Tensor, lengths: Tensor, qkv: Tensor, tokens: int, layer: int, gap: int) -> None:
-    """Copy one layer of every row's prefix KV behind that row's target tokens, and `gap` slots of zeros behind it.
-
-    addresses: (rows,) int64, of contiguous (layers, 2, prefix tokens, heads, head_dim) tensors; lengths: (rows,) int32,
-    their prefix tokens. qkv: (rows, slots, 3, heads, head_dim), contiguous; prefix and gap fit its slots behind
-    `tokens`. Lengths and addresses are read on the device, so a captured call serves any prefix.
-    """
-    rows, slots, _, heads, dim = qkv.shape
-    _append_prefix[(rows, slots - tokens)](
-        addresses, lengths, qkv, tokens, layer, heads * dim, qkv.stride(0), gap,
-        BLOCK=triton.next_power_of_2(heads * dim), num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merge_prefix(
-    qkv, attended, lse, addresses, lengths, tokens, layer, heads, dim, scale,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    channel = tl.arange(0, DIM)
-    width = heads * dim
-    token = row.to(tl.int64) * tokens + query[:, None]
-    at = token * width + head * dim + channel[None, :]
-    inside = (query[:, None] < tokens) & (channel[None, :] < dim)
-    q = tl.load(qkv + token * 3 * width + head * dim + channel[None, :], mask=inside, other=0.0)
-    total = tl.load(attended + at, mask=inside, other=0.0).to(tl.float32)
-    highest = tl.load(lse + (row.to(tl.int64) * heads + head) * tokens + query, mask=query < tokens, other=0.0)
-    weight = tl.full([QUERIES], 1.0, tl.float32)
-    length = tl.load(lengths + row)
-    keys = tl.load(addresses + row).to(tl.pointer_type(qkv.dtype.element_ty))
-    keys += 2 * layer * length.to(tl.int64) * width + head * dim
-    values = keys + length.to(tl.int64) * width
-    for start in range(0, length, KEYS):
-        behind = start + tl.arange(0, KEYS)
-        some = (behind[:, None] < length) & (channel[None, :] < dim)
-        offset = behind[:, None].to(tl.int64) * width + channel[None, :]
-        k = tl.load(keys + offset, mask=some, other=0.0)
-        score = tl.dot(q, tl.trans(k)) * scale
-        score = tl.where(behind[None, :] < length, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, axis=1))
-        shrink = tl.exp(highest - higher)
-        probability = tl.exp(score - higher[:, None])
-        weight = weight * shrink + tl.sum(probability, axis=1)
-        v = tl.load(values + offset, mask=some, other=0.0)
-        total = total * shrink[:, None] + tl.dot(probability.to(v.dtype), v)
-        highest = higher
-    tl.store(attended + at, (total / weight[:, None]).to(attended.dtype.element_ty), mask=inside)
-
-
-def merge_prefix(qkv: Tensor, attended: Tensor, lse: Tensor, addresses: Tensor, lengths: Tensor, layer: int) -> None:
-    """Let queries that have attended to their own block attend to their row's prefix as well; `attended` is updated.
-
-    qkv: (rows, tokens, 3, heads, head_dim), contiguous, of which the queries are read; attended: (rows, tokens, heads,
-    head_dim), contiguous; lse: (rows, heads, tokens) float32, the natural log-sum-exp of the scores so far; addresses
-    and lengths as in `append_prefix`.
-    """
-    rows, tokens, _, heads, dim = qkv.shape
-    _merge_prefix[(triton.cdiv(tokens, QUERIES), rows * heads)](
-        qkv, attended, lse, addresses, lengths, tokens, layer, heads, dim, dim**-0.5,
-        QUERIES=QUERIES, KEYS=PREFIX_TOKENS, DIM=max(16, triton.next_power_of_2(dim)), num_warps=8,
-    )  # fmt: skip

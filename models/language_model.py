@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import kernels
+from models.quantization import Activation, takes_fp8
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 1024)  # captured when first needed; longer texts run without a graph
 
@@ -88,20 +89,26 @@ class FusedLanguageModel:
     def _layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, vision: VisionFeatures | None = None) -> Tensor:
         for number, layer in enumerate(self._model.layers):
             hidden = hidden + self._attention(layer.self_attn, _norm(layer.input_layernorm, hidden), cos, sin)
-            mlp, x = layer.mlp, _norm(layer.post_attention_layernorm, hidden)
-            hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+            mlp, x = layer.mlp, _input_of(layer.mlp.gate_proj, _norm(layer.post_attention_layernorm, hidden))
+            hidden = hidden + mlp.down_proj(_input_of(mlp.down_proj, F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
             if vision is not None and number < len(vision.deepstack):
                 hidden[vision.slots] += vision.deepstack[number]
         return hidden
 
     def _attention(self, attn: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, attn.head_dim)) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+        inputs = _input_of(attn.q_proj, x)
+        q, k, v = (part(inputs).unflatten(-1, (-1, attn.head_dim)) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
         q = kernels.norm_rotate_halves(q, attn.q_norm.weight, attn.q_norm.variance_epsilon, cos, sin)
         k = kernels.norm_rotate_halves(k, attn.k_norm.weight, attn.k_norm.variance_epsilon, cos, sin)
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        projected: Tensor = attn.o_proj(attended[0].transpose(0, 1).flatten(1))
+        projected: Tensor = attn.o_proj(_input_of(attn.o_proj, attended[0].transpose(0, 1).flatten(1)))
         return projected
+
+
+def _input_of(linear: nn.Module, x: Tensor) -> Activation:
+    """`x` in the form that a layer, and its neighbours with the same input, take."""
+    return kernels.quantize(x) if takes_fp8(linear) else x
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ from models.tensor_cache import CACHE_BYTES, TensorCache
 if TYPE_CHECKING:
     from models.language_model import FusedLanguageModel, VisionFeatures
 
+BLOCKS = "model.language_model.layers"
+NOT_OF_THE_NETWORK = ("architectures", "quantization_config")  # entries of its config
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
+
+
+def published_names(name: str) -> tuple[str, ...]:
+    """Our parameters are called as they are published."""
+    return (name,)
 
 
 class TextEncoder(nn.Module):
@@ -66,27 +73,25 @@ class TextEncoder(nn.Module):
         return self.model.language_model.embed_tokens.embedding_dim
 
     @classmethod
-    def load(cls, folder: Path, processor_folder: Path, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-        """Build from `text_encoder/` and the image settings in `processor/`."""
+    def build(cls, folder: Path, processor_folder: Path) -> TextEncoder:
+        """The encoder of `text_encoder/` and the image settings in `processor/`, without weights."""
         raw = read_json(folder / "config.json")
         try:
-            config = Qwen3VLConfig(**{key: value for key, value in raw.items() if key != "architectures"})
+            config = Qwen3VLConfig(**{key: value for key, value in raw.items() if key not in NOT_OF_THE_NETWORK})
             processor = Qwen2VLImageProcessorPil.from_pretrained(processor_folder, local_files_only=True)
         except (OSError, TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
             raise CheckpointError(f"{folder} or {processor_folder}: {error}") from None
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            encoder = cls(Qwen3VLModel(config), processor)
+            return cls(Qwen3VLModel(config), processor).eval()
+
+    def load(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the weights in `text_encoder/`."""
         load_weights(
-            encoder,
-            TensorFiles(folder, "model"),
-            dtype=dtype,
-            device=device,
-            published_names=lambda name: (name,),
-            unused=UNUSED_WEIGHTS,
-        )
-        encoder._rebuild_rotary(device)
-        return encoder.eval()
+            self, TensorFiles(folder, "model"), dtype=dtype, device=device,
+            published_names=published_names, unused=UNUSED_WEIGHTS,
+        )  # fmt: skip
+        self._rebuild_rotary(device)
 
     def _rebuild_rotary(self, device: torch.device) -> None:
         """Rotary frequencies are no weights: they were left on the meta device and are computed again on the CPU."""

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from models.attention import attention, block_causal_attention, target_attention
 from models.config import TransformerConfig
 from models.layout import PrefixLayout
-from models.ops import PLAIN, Ops, split_qkv
+from models.ops import PLAIN, Ops
 from models.prefix_kv import EmbeddedPrefix, Prefix, PrefixKV
+from models.quantization import Activation, takes_fp8
 from models.rope import prefix_table
 
+BLOCKS = "blocks"
 TIMESTEP_CHANNELS = 256
 TIMESTEP_MAX_PERIOD = 10000.0
 TIMESTEP_SCALE = 1000.0
@@ -44,6 +46,9 @@ PACKED = {
     "mlp.gate_up.weight": ("img_mlp.gate_layer.weight", "img_mlp.proj.weight"),
     "mlp.down.weight": ("img_mlp.out.weight",),
 }
+
+
+PublishedNames = Callable[[str], tuple[str, ...]]
 
 
 def published_names(name: str) -> tuple[str, ...]:
@@ -89,8 +94,8 @@ class SwiGLU(nn.Module):
         self.gate_up = nn.Linear(dim, 2 * dim * ratio, bias=False)
         self.down = nn.Linear(dim * ratio, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def forward(self, x: Activation) -> Tensor:
+        return self.down(self.ops.silu_mul(self.gate_up(x), takes_fp8(self.down)))
 
 
 class Block(nn.Module):
@@ -102,7 +107,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.inner_dim, config.mlp_ratio, ops)
 
 
-Attend = Callable[[int, Attention, Tensor], Tensor | None]
+Attend = Callable[[int, Attention, Activation], Tensor | None]
 """The attention of one phase: from a layer's number, its weights and its normed input to what its queries attended to,
 both (rows, tokens, inner_dim). None ends the run: nobody needs what follows."""
 
@@ -192,24 +197,29 @@ class Transformer(nn.Module):
                 parts.append(self.img_in(next(images)))
         return torch.cat(parts).unsqueeze(0)
 
-    def prefill(self, prompt_embeds: Tensor, condition_latents: Sequence[Tensor], layout: PrefixLayout) -> Prefix:
-        """Run the prefix of one CFG branch once; arguments as in `embed_prefix`."""
+    def prefill(
+        self,
+        prompt_embeds: Tensor,
+        condition_latents: Sequence[Tensor],
+        layout: PrefixLayout,
+        kv_fp8: tuple[bool, bool] = (False, False),
+    ) -> Prefix:
+        """Run the prefix of one CFG branch once; arguments as in `embed_prefix`. `kv_fp8`: see `KV_FORMATS`."""
         hidden = self.embed_prefix(prompt_embeds, condition_latents, layout)
         rotary = prefix_table(layout, self.config.axes_dims_rope).to(hidden.device)
         if not self.config.causal_condition:
             return EmbeddedPrefix(layout, hidden, rotary)
-        heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
-        kv = hidden.new_empty(len(self.blocks), 2, layout.prefix_len_tokens, heads, head_dim)
+        kv = PrefixKV.allocate(layout, self.config, hidden, kv_fp8)
 
-        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor | None:
-            q = self.ops.store_qkv(attn.to_qkv(x), attn, rotary, kv[layer])
+        def attend(layer: int, attn: Attention, x: Activation) -> Tensor | None:
+            q, k, v = self.ops.split_qkv(attn.to_qkv(x), attn, rotary)
+            kv.write(layer, k, v, self.ops.quantize)
             if layer + 1 == len(self.blocks):  # nothing reads the last block's prefix output
                 return None
-            keys, values = kv[layer].unsqueeze(1)
-            return block_causal_attention(q, keys, values, layout.segments, self.ops.attention).flatten(2)
+            return block_causal_attention(q, k, v, layout.segments, self.ops.attention).flatten(2)
 
         self._run(hidden, self.modulate(torch.zeros(1, device=hidden.device)), attend)
-        return PrefixKV(layout, kv)
+        return kv
 
     def decode(self, latents: Tensor, timestep: Tensor, rotary: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
         """Predicted velocity of the target tokens of every row: (rows, tokens, channels).
@@ -224,11 +234,11 @@ class Transformer(nn.Module):
                 if isinstance(prefix, EmbeddedPrefix)
             ]
             return torch.cat(rows)
-        kv = [prefix.kv for prefix in prefixes if isinstance(prefix, PrefixKV)]
+        kept = [prefix for prefix in prefixes if isinstance(prefix, PrefixKV)]
 
-        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor:
-            q, k, v = split_qkv(attn.to_qkv(x), attn, rotary)
-            return target_attention(q, k, v, [row[layer] for row in kv]).flatten(2)
+        def attend(layer: int, attn: Attention, x: Activation) -> Tensor:
+            q, k, v = PLAIN.split_qkv(attn.to_qkv(x), attn, rotary)
+            return target_attention(q, k, v, [kv.read(layer, k.dtype) for kv in kept]).flatten(2)
 
         return self.velocity(latents, timestep, attend)
 
@@ -242,28 +252,31 @@ class Transformer(nn.Module):
         prefix_len = prefix.layout.prefix_len_tokens
         table = torch.cat([prefix.rotary, rotary], dim=1)
 
-        def attend(layer: int, attn: Attention, x: Tensor) -> Tensor:
-            q, k, v = split_qkv(attn.to_qkv(x), attn, table)
+        def attend(layer: int, attn: Attention, x: Activation) -> Tensor:
+            q, k, v = PLAIN.split_qkv(attn.to_qkv(x), attn, table)
             of_prefix = block_causal_attention(q[:, :prefix_len], k, v, prefix.layout.segments)
             return torch.cat([of_prefix, attention(q[:, prefix_len:], k, v)], dim=1).flatten(2)
 
         hidden = torch.cat([prefix.hidden, self.img_in(latents)], dim=1)
         normed = self._run(hidden, self.modulate(timestep), attend)
+        assert isinstance(normed, Tensor)  # what follows the last block is not quantized
         return self.proj_out(normed[:, prefix_len:])
 
-    def _run(self, hidden: Tensor, modulation: Modulation, attend: Attend) -> Tensor:
+    def _run(self, hidden: Tensor, modulation: Modulation, attend: Attend) -> Activation:
         """All blocks, and the last norm. A block's second residual is added together with the norm that follows it,
         which is the next block's, or the last one."""
         ops, eps = self.ops, self.config.eps
-        normed = ops.norm_modulate(hidden, modulation.attn_scale, eps)
+        normed = ops.norm_modulate(hidden, modulation.attn_scale, eps, takes_fp8(self.blocks[0].attn.to_qkv))
         for layer, block in enumerate(self.blocks):
             attended = attend(layer, block.attn, normed)
             if attended is None:
                 break
-            of_attention = block.attn.to_out(attended)
+            of_attention = block.attn.to_out(ops.quantize(attended) if takes_fp8(block.attn.to_out) else attended)
             hidden, normed = ops.add_norm_modulate(
-                hidden, modulation.attn_gate, of_attention, modulation.mlp_scale, eps
+                hidden, modulation.attn_gate, of_attention, modulation.mlp_scale, eps, takes_fp8(block.mlp.gate_up)
             )
-            next_scale = modulation.attn_scale if layer + 1 < len(self.blocks) else modulation.out_scale
-            hidden, normed = ops.add_norm_modulate(hidden, modulation.mlp_gate, block.mlp(normed), next_scale, eps)
+            is_last = layer + 1 == len(self.blocks)
+            next_scale = modulation.out_scale if is_last else modulation.attn_scale
+            fp8 = not is_last and takes_fp8(self.blocks[layer + 1].attn.to_qkv)
+            hidden, normed = ops.add_norm_modulate(hidden, modulation.mlp_gate, block.mlp(normed), next_scale, eps, fp8)
         return normed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLModel
 
 from models.layout import Grid, PrefixLayout, prefix_layout
-from models.ops import PLAIN, split_qkv
+from models.ops import PLAIN
 from models.rope import THETA, prefix_table, target_table
 from models.text_encoder import TextEncoder
 from models.transformer import Block, Transformer
@@ -96,7 +96,7 @@ def run_block(
         return torch.cat([before, of_target[:, index : index + 1].expand(rows, tokens - prefix_len, dim)], dim=1)
 
     eps = block.attn.eps
-    q, k, v = split_qkv(block.attn.to_qkv(PLAIN.norm_modulate(hidden, spread(0), eps)), block.attn, rotary)
+    q, k, v = PLAIN.split_qkv(block.attn.to_qkv(PLAIN.norm_modulate(hidden, spread(0), eps)), block.attn, rotary)
     attended = padded_attention(q, k, v, key_score, segments)
     of_attention = block.attn.to_out(attended.flatten(2))
     hidden, normed = PLAIN.add_norm_modulate(hidden, spread(1), of_attention, spread(2), eps)

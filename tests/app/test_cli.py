@@ -30,6 +30,9 @@ CHOICES = {
     "dtype": "auto",
     "worker": "inline",
     "policy": "fcfs",
+    "prefix_kv_dtype": "fp8_v",
+    "text_encoder_dtype": "fp8",
+    "transformer_dtype": "fp8",
 }  # a word that the flag takes
 START_SECONDS = 120  # torch alone takes ten on a busy machine
 
@@ -116,6 +119,28 @@ def test_generate_edits_files(tmp_path: Path) -> None:
     )
     with Image.open(output) as picture:
         assert (picture.format, picture.size) == ("JPEG", (64, 64))
+
+
+def test_a_quantized_checkpoint_draws_what_the_flags_draw(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    easel(f"quantize {checkpoint} -o {tmp_path}/fp8 --fp8-first-blocks 1 --fp8-ignored-layers img_mlp.out")
+    assert capsys.readouterr().out == f"{tmp_path}/fp8\n"
+    drawing = "--prompt cat --size 64x64 --steps 2 --seed 7 --prefix-kv-dtype fp8"
+    flags = "--transformer-dtype fp8 --text-encoder-dtype fp8 --fp8-first-blocks 1 --fp8-ignored-layers img_mlp.out"
+    easel(f"generate {tmp_path}/fp8 {drawing} -o {tmp_path}/written.png")
+    easel(f"generate {checkpoint} {drawing} {flags} -o {tmp_path}/flags.png")
+    easel(f"generate {checkpoint} --prompt cat --size 64x64 --steps 2 --seed 7 -o {tmp_path}/exact.png")
+    written, at_start, exact = (
+        np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("written", "flags", "exact")
+    )
+    assert np.array_equal(written, at_start)
+    assert not np.array_equal(written, exact)
+    assert "exists already" in fails("quantize", str(checkpoint), "-o", f"{tmp_path}/fp8")
+    reason = fails(
+        "generate", str(checkpoint), *shlex.split(f"{drawing} -o {tmp_path}/x.png"), "--fp8-ignored-layers=typo"
+    )
+    assert reason == "easel: fp8_ignored_layers: no layer that would be FP8 is called typo"
 
 
 @pytest.mark.parametrize(

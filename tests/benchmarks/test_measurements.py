@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import determinism, load, overhead
+from benchmarks import determinism, load, overhead, quality
 from tests.server import serving
 
 
@@ -25,6 +25,26 @@ def test_determinism(checkpoint: Path, tmp_path: Path) -> None:
     assert determinism.main(["--model", str(checkpoint), "--dtypes", "float32", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
     assert [row["composition"] for row in rows] == list(determinism.COMPOSITIONS)
+
+
+def test_quality(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(
+        quality, "SETTINGS", {name: quality.SETTINGS[name] for name in ("transformer fp8", "prefix KV fp8")}
+    )
+    quality.main(
+        ["--model", str(checkpoint), "--dtype", "bfloat16", "--side", "64", "--prompts", "1", "--json", str(file)]
+    )
+    figures = json.loads(file.read_text())
+    swept = {row["name"]: row for row in figures["predictions"]}
+    assert swept["all"]["fp8_part"] == 1
+    parts = [row["fp8_part"] for name, row in swept.items() if name.startswith("only")]
+    assert sum(parts) == pytest.approx(1)
+    for row in swept.values():
+        assert len(row["errors"]) == 5 and all((error > 0) == (row["fp8_part"] > 0) for error in row["errors"])
+        assert max(row["errors"]) < 0.2
+    assert [row["name"] for row in figures["pictures"]] == ["transformer fp8", "prefix KV fp8"]
+    assert all(row["psnr_db"] > 15 for row in figures["pictures"])
 
 
 def test_load_on_a_live_server(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

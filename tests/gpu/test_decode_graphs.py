@@ -20,7 +20,7 @@ from models.transformer import Transformer
 from tests.closeness import relative_error
 
 if torch.cuda.is_available():
-    from models.fused import FusedOps, TwoPartAttention
+    from models.fused import FusedOps, TwoPartAttention, flash_block
 
 GRID = Grid(8, 8)
 CONFIG = TransformerConfig(
@@ -43,8 +43,7 @@ def decoder(request: pytest.FixtureRequest, transformer: Transformer) -> Callabl
 
     def make(graphs: bool = True, max_graphs: int = 8) -> PackedDecoder:
         installed = FusedOps.of(torch.device("cuda"), CONFIG.attention_head_dim).decode_attention
-        backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
-        attention = installed if request.param == "installed" else TwoPartAttention(backend)
+        attention = installed if request.param == "installed" else TwoPartAttention(flash_block)
         return PackedDecoder(transformer, attention, graphs=graphs, max_graphs=max_graphs)
 
     return make
@@ -81,15 +80,20 @@ def plain(transformer: Transformer, rows: Sequence[Row]) -> Tensor:
         wide = Transformer(CONFIG)
     wide.load_state_dict({name: tensor.float() for name, tensor in transformer.state_dict().items()})
     wide_rows = [
-        replace(row, latents=row.latents.float(), prefix=PrefixKV(row.prefix.layout, kv_of(row).float()))
+        replace(
+            row, latents=row.latents.float(), prefix=PrefixKV(row.prefix.layout, *(part.float() for part in kv_of(row)))
+        )
         for row in rows
     ]
     return PlainDecoder(wide).decode(wide_rows)[0]
 
 
-def kv_of(row: Row) -> Tensor:
+def kv_of(row: Row) -> tuple[Tensor, Tensor]:
     assert isinstance(row.prefix, PrefixKV)
-    return row.prefix.kv
+    keys, values = row.prefix.keys, row.prefix.values
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    return keys, values
 
 
 def test_replay_equals_eager_bit_for_bit_and_the_plain_path_closely(transformer, decoder) -> None:  # type: ignore[no-untyped-def]
@@ -131,7 +135,8 @@ def test_a_poisoned_neighbour_leaves_no_trace(transformer, decoder) -> None:  # 
     healthy, sick = row(transformer, 1, 33), row(transformer, 2, 500)
     expected = decode(eager, [healthy, healthy])[0]
     sick.latents.fill_(float("nan"))
-    kv_of(sick).fill_(float("nan"))
+    for part in kv_of(sick):
+        part.fill_(float("nan"))
     for place in (0, 1):
         beside = decode(captured, [sick, healthy] if place else [healthy, sick])[0]
         assert torch.isnan(beside[1 - place]).any()
@@ -143,7 +148,8 @@ def test_a_prefix_changed_in_place_is_seen(transformer, decoder) -> None:  # typ
     captured, eager = decoder(), decoder(graphs=False)
     one = row(transformer, 1)
     before = decode(captured, [one])[0]
-    kv_of(one).mul_(-1)
+    for part in kv_of(one):
+        part.mul_(-1)
     after = decode(captured, [one])[0]
     assert not torch.equal(before, after)
     assert torch.equal(after, decode(eager, [one])[0])

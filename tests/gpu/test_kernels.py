@@ -15,14 +15,14 @@ from torch import Tensor
 from models.attention import target_attention
 from models.config import TransformerConfig, VaeConfig
 from models.layout import prefix_layout
-from models.ops import PLAIN, qk_norm, split_qkv
-from models.prefix_kv import PrefixKV
+from models.ops import PLAIN, qk_norm
+from models.prefix_kv import KV_FORMATS, PrefixKV
 from models.transformer import Attention
 from models.vae import Vae
 from tests.closeness import relative_error
 
 if torch.cuda.is_available():
-    from models import kernels
+    from models import fused, kernels, prefix_kernels
     from models.fused import FLASH_3, Flash3Attention, FusedOps, TwoPartAttention
     from models.packed import PackedRows, Row
 
@@ -65,72 +65,92 @@ def layer_of(heads: int, dim: int) -> Attention:
 def exact_qkv(layer: Attention, qkv: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In float32, from the projections as they are."""
     wide = copy.deepcopy(layer).float()
-    return split_qkv(qkv.flatten(2).float(), wide, rotary)
+    return PLAIN.split_qkv(qkv.flatten(2).float(), wide, rotary)
 
 
+def config_of(layers: int, heads: int, dim: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=layers, num_attention_heads=heads, attention_head_dim=dim, axes_dims_rope=(dim,), in_channels=4,
+        context_in_dim=4, mlp_ratio=1,
+    )  # fmt: skip
+
+
+def prefix_of(length: int, config: TransformerConfig, fp8: tuple[bool, bool]) -> PrefixKV:
+    """Random keys and values, written layer by layer."""
+    layout = prefix_layout([False] * length, [])
+    kv = PrefixKV.allocate(layout, config, draw(1), fp8)
+    for layer in range(config.num_layers):
+        k, v = draw(2, 1, length, config.num_attention_heads, config.attention_head_dim)
+        kv.write(layer, k, v, kernels.quantize)
+    return kv
+
+
+FORMATS = list(KV_FORMATS.values())
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize(("heads", "dim"), [(4, 48), (32, 128), (5, 64)])
-def test_qk_norm_rope_and_append_prefix(heads: int, dim: int) -> None:
-    rows, tokens, layers, lens, gap = 3, 11, 4, [17, 0, 5], 3
+def test_qk_norm_rope_and_append_prefix(heads: int, dim: int, fp8: tuple[bool, bool]) -> None:
+    rows, tokens, layers, lens, gap = 3, 11, 4, [17, 1, 5], 3
     layer, rotary = layer_of(heads, dim), torch.randn(rows, 2, tokens, dim // 2, device="cuda")
-    prefixes = [draw(layers, 2, length, heads, dim) for length in lens]
+    prefixes = [prefix_of(length, config_of(layers, heads, dim), fp8) for length in lens]
     qkv = torch.full((rows, tokens + 24, 3, heads, dim), float("nan"), device="cuda", dtype=torch.bfloat16)
     qkv[:, :tokens] = draw(rows, tokens, 3, heads, dim)
     exact = exact_qkv(layer, qkv[:, :tokens], rotary)
     kernels.qk_norm_rope_(qkv[:, :tokens], layer.q_weight, layer.k_weight, layer.eps, rotary)
-    addresses = torch.tensor([prefix.data_ptr() for prefix in prefixes], device="cuda")
+    addresses = torch.tensor([prefix.addresses for prefix in prefixes], device="cuda").T.contiguous()
     device_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    kernels.append_prefix(addresses, device_lens, qkv, tokens, 2, gap)
+    prefix_kernels.append_prefix(addresses, device_lens, qkv, tokens, 2, gap, fp8)
     for index in range(3):
         error = relative_error(qkv[:, :tokens, index], exact[index])
         assert error < 2 * BFLOAT16 if index < 2 else error == 0
     for row, length in enumerate(lens):
         behind, end = qkv[row, tokens : tokens + length], tokens + length
-        assert torch.equal(behind[:, 1:].transpose(0, 1), prefixes[row][2])
+        keys, values = prefixes[row].read(2, torch.bfloat16)
+        assert torch.equal(behind[:, 1], keys)
+        assert torch.equal(behind[:, 2], values)
         assert not qkv[row, end : end + gap, 1:].any()
         assert torch.isnan(qkv[row, end + gap :]).all()
         assert torch.isnan(qkv[row, tokens:, 0]).all()  # nobody needs queries of a prefix
 
 
-def test_store_qkv() -> None:
+def test_split_qkv() -> None:
     tokens, heads, dim = 21, 5, 64
     layer, rotary = layer_of(heads, dim), torch.randn(2, tokens, dim // 2, device="cuda")
-    qkv, kv = draw(1, tokens, 3 * heads * dim), draw(2, tokens, heads, dim)
+    qkv = draw(1, tokens, 3 * heads * dim)
     q, k, v = exact_qkv(layer, qkv.view(1, tokens, 3, -1), rotary)
-    stored = FusedOps.of(torch.device("cuda"), dim).store_qkv(qkv, layer, rotary, kv)
-    assert relative_error(stored, q) < 2 * BFLOAT16
-    assert relative_error(kv[0], k[0]) < 2 * BFLOAT16
-    assert torch.equal(kv[1].float(), v[0])
+    fused_q, fused_k, fused_v = FusedOps.of(torch.device("cuda"), dim).split_qkv(qkv, layer, rotary)
+    assert relative_error(fused_q, q) < 2 * BFLOAT16
+    assert relative_error(fused_k, k) < 2 * BFLOAT16
+    assert torch.equal(fused_v.float(), v)
 
 
 def ways() -> list[str]:
     found = ["cudnn", "flash"]
-    return [*found, "flash3"] if importlib.util.find_spec("fa3_fwd_interface") else found
+    return [*found, "flash3", "flash3 in two parts"] if importlib.util.find_spec("fa3_fwd_interface") else found
 
 
+def attention_of(way: str) -> fused.DecodeAttention:
+    blocks = {"cudnn": "cudnn_block", "flash": "flash_block", "flash3 in two parts": "flash_3_block"}
+    return TwoPartAttention(getattr(fused, blocks[way])) if way in blocks else Flash3Attention()
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize(("tokens", "lens"), [(64, [200]), (256, [3, 65, 1000]), (100, [1, 129])])
-def test_decode_attention(way: str, tokens: int, lens: list[int]) -> None:
-    from torch.nn.attention import SDPBackend
-
-    heads, dim, layers, number = 4, 128, 3, 1
-    backend = SDPBackend.CUDNN_ATTENTION if way == "cudnn" else SDPBackend.FLASH_ATTENTION
-    attend = Flash3Attention() if way == "flash3" else TwoPartAttention(backend)
-    rows, layer = len(lens), layer_of(heads, dim)
-    prefixes = [draw(layers, 2, length, heads, dim) for length in lens]
-    config = TransformerConfig(
-        num_layers=layers, num_attention_heads=heads, attention_head_dim=dim, axes_dims_rope=(dim,), in_channels=4,
-        context_in_dim=4, mlp_ratio=1,
-    )  # fmt: skip
-    capacity = attend.capacity(max(lens))
-    packed = PackedRows.allocate(config, rows, tokens, capacity, torch.bfloat16, torch.device("cuda"))
+def test_decode_attention(way: str, tokens: int, lens: list[int], fp8: tuple[bool, bool]) -> None:
+    heads, dim, number = 4, 128, 1
+    attend = attention_of(way)
+    rows, layer, config = len(lens), layer_of(heads, dim), config_of(3, heads, dim)
+    prefixes = [prefix_of(length, config, fp8) for length in lens]
+    capacity = attend.capacity(tokens, max(lens))
+    packed = PackedRows.allocate(config, rows, tokens, capacity, fp8, torch.bfloat16, torch.device("cuda"))
     packed.qkv.fill_(float("nan"))
     rotary = torch.randn(rows, 2, tokens, dim // 2, device="cuda")
-    layout = [prefix_layout([False] * length, []) for length in lens]
-    kept = [PrefixKV(*pair) for pair in zip(layout, prefixes, strict=True)]
-    packed.fill([Row(*row) for row in zip(draw(rows, tokens, 4), [0.5] * rows, rotary, kept, strict=True)])
+    packed.fill([Row(*row) for row in zip(draw(rows, tokens, 4), [0.5] * rows, rotary, prefixes, strict=True)])
     x = draw(rows, tokens, heads * dim)
     q, k, v = exact_qkv(layer, layer.to_qkv(x).view(rows, tokens, 3, -1), rotary)
-    exact = target_attention(q, k, v, [prefix[number].float() for prefix in prefixes]).flatten(2)
+    exact = target_attention(q, k, v, [prefix.read(number, torch.float32) for prefix in prefixes]).flatten(2)
     assert relative_error(attend(packed, number, layer, x), exact) < 3 * BFLOAT16
 
 

@@ -15,7 +15,9 @@ from tests.pictures import photo
 
 
 def load(folder: Path, dtype: torch.dtype) -> TextEncoder:
-    return TextEncoder.load(folder / "text_encoder", folder / "processor", dtype, torch.device("cuda"))
+    encoder = TextEncoder.build(folder / "text_encoder", folder / "processor")
+    encoder.load(folder / "text_encoder", dtype, torch.device("cuda"))
+    return encoder
 
 
 @pytest.mark.parametrize("graphs", [True, False])
