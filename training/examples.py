@@ -32,7 +32,7 @@ from training.spec import GRID_SIDE, SEED
 CHUNK = 1000
 GRID = Grid(GRID_SIDE, GRID_SIDE)
 # Drawn more often than by turns: those that are hard to learn.
-EDIT_KINDS = {0: (), 1: (*ONE_IMAGE, "recolour", "replace", "move"), 2: TWO_IMAGES}
+EDIT_KINDS = {0: (), 1: (*ONE_IMAGE, "recolour", "replace", "move", "remove", "remove", "remove"), 2: TWO_IMAGES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Flow matching over encoded rows: the batch, the loss and the helpers that teach it faster.
 
 `x = (1 − σ) · latents + σ · noise`, and the network predicts `noise − latents`, which is what the service integrates.
-Two throw-away heads are trained along: one reads from the pooled prompt embeddings what the scene holds, one reads from
+Two throw-away heads are trained along: one reads from the pooled prompt embeddings what the target holds, one from
 the middle of the transformer which thing every target token belongs to. Tokens that a thing touches weigh more.
 """
 
@@ -154,9 +154,8 @@ def flow_loss(
     tokens = _tokens_loss(shape, batch.token_shape, batch.is_empty) + _tokens_loss(
         colour, batch.token_colour, batch.is_empty
     )
-    losses = {"flow": flow_error, "tokens": tokens, "text": torch.zeros_like(flow_error)}
-    if not batch.conditions:
-        losses["text"] = _text_loss(flow, embeds, batch, joint.layout.num_system_tokens)
+    losses = {"flow": flow_error, "tokens": tokens}
+    losses["text"] = _text_loss(flow, embeds, batch, joint.layout.num_system_tokens)
     losses["total"] = flow_error + help_by * (TOKEN_LOSS * tokens + TEXT_LOSS * losses["text"])
     return losses
 
@@ -167,7 +166,8 @@ def _tokens_loss(logits: Tensor, target: Tensor, is_empty: Tensor) -> Tensor:
 
 
 def _text_loss(flow: Flow, embeds: Tensor, batch: Batch, num_system_tokens: int) -> Tensor:
-    valid = torch.arange(embeds.shape[1], device=embeds.device) < (batch.lengths[:, None] - num_system_tokens)
+    left_out = num_system_tokens + len(batch.conditions) * GRID.num_slots
+    valid = torch.arange(embeds.shape[1], device=embeds.device) < (batch.lengths[:, None] - left_out)
     pooled = (embeds.float() * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
     logits = flow.text_head(pooled).float().split(LABEL_SIZES, dim=-1)
     losses = [F.cross_entropy(part, batch.labels[:, index], reduction="none") for index, part in enumerate(logits)]
