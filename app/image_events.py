@@ -53,6 +53,8 @@ class ImageEvents:
         """All of them, to the end. Raises what the engine raises."""
         usage = drawing.admission.usage
         self.warnings = [*self.warnings, *drawing.admission.warnings]
+        if self.include_progress:
+            yield self._progress()  # its place in the queue, which may be all there is to tell for a while
         async for happening in drawing.events(self.services.settings.heartbeat_seconds):
             match happening:
                 case Preview(index, pixels):

@@ -123,7 +123,8 @@ async def test_progress_is_told_to_whoever_asks(connect, engine, png, options):
     progress = [
         data for name, data in events if name == ("image_edit" if options else "image_generation") + ".progress"
     ]
-    assert len(progress) >= 4  # two steps, and then one for each heartbeat
+    assert len(progress) >= 4  # at once, two steps, and then one for each heartbeat
+    assert events[0][1] == progress[0]
     assert all(data.keys() == {"type", "status", "position", "step", "num_steps", "eta_seconds"} for data in progress)
     assert {name.partition(".")[2] for name, _ in events} == {"partial_image", "completed", "progress"}
 
