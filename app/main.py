@@ -16,7 +16,7 @@ from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
-from app.routes import chat, files, health, images, metrics, models, requests
+from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
 from engine.engine import Engine, EngineState
 from models.errors import CheckpointError
@@ -50,7 +50,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     app.state.stop_server = lambda: None
 
     install_handlers(app)
-    for routes in (images, chat, files, requests, models, health, metrics):
+    for routes in (images, chat, files, requests, models, health, metrics, playground):
         app.include_router(routes.router)
 
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the outermost

@@ -6,6 +6,9 @@ waits for would then be drawn to its end.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import hmac
 import logging
 import re
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
+BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
 
 class RequestContext:
@@ -70,8 +74,12 @@ def request_id_of(scope: Scope) -> str:
 
 
 class Authentication:
-    """Asks for one of `keys` as a bearer token on every path but `open_paths`, unknown paths included. A path and its
-    query for which `admits_link` holds are a permission in themselves."""
+    """Asks for one of `keys` on every path but `open_paths`, unknown paths included. A path and its query for which
+    `admits_link` holds are a permission in themselves.
+
+    Clients send a key as a bearer token. A browser that is to show a page is asked for Basic credentials instead: it
+    has a form for them, in which the key goes into either field, and sends them with whatever the page asks for.
+    """
 
     def __init__(
         self,
@@ -89,21 +97,39 @@ class Authentication:
         if scope["type"] != "http" or scope["path"] in self.open_paths or self.admits(scope):
             await self.app(scope, receive, send)
             return
+        shows_pages = "text/html" in Headers(scope=scope).get("accept", "")
         error = ApiError(
             401,
             "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'.",
             code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
+            headers={"www-authenticate": BASIC_CHALLENGE if shows_pages else "Bearer"},
         )
         await error.response()(scope, receive, send)
 
     def admits(self, scope: Scope) -> bool:
         if self.admits_link(scope["path"], scope["query_string"].decode("latin-1")):
             return True
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = token.strip().encode("latin-1")
+        given = given_key(scope["method"], Headers(scope=scope))
         matches = [hmac.compare_digest(given, key) for key in self.keys]  # all of them: no early way out to time
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
+
+
+def given_key(method: str, headers: Headers) -> bytes:
+    """The key that a request carries, empty if none.
+
+    A browser sends Basic credentials of its own accord, with a form that another site makes it post, too. Such a form
+    can't have headers of its own: what is posted must name its id, as the playground does.
+    """
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    given = credentials.strip().encode("latin-1")
+    match scheme.lower():
+        case "bearer":
+            return given
+        case "basic" if method != "POST" or "x-request-id" in headers:
+            with contextlib.suppress(binascii.Error):
+                name, _, password = base64.b64decode(given, validate=True).partition(b":")
+                return password or name
+    return b""
 
 
 class BodyLimit:

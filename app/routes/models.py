@@ -42,6 +42,7 @@ class Capabilities(BaseModel):
     output_formats: list[str]
     response_formats: list[str] = ["b64_json", "url"]
     max_partial_images: int = MAX_PARTIAL_IMAGES
+    needs_api_key: bool
     endpoints: list[str] = ["/v1/images/generations", "/v1/images/edits", "/v1/chat/completions"]
 
 
@@ -93,5 +94,6 @@ def describe(settings: Settings, engine: Engine, created: int) -> Model:
             max_prompt_chars=MAX_PROMPT_CHARS,
             max_prompt_tokens=card.max_prompt_tokens,
             output_formats=list(get_args(OutputFormat)),
+            needs_api_key=bool(settings.api_key),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 import threading
@@ -63,7 +64,8 @@ async def test_every_route_but_the_probes_asks_for_a_key(connect, engine, refuse
     client = await connect(api_key=("one", "two-ü"))
     headers = {"authorization": authorization.encode("latin-1")} if authorization else {}
     routes = routes_of(create_app(Settings(), engine))
-    assert {path for _, path in routes} >= {URL, "/v1/images/edits", "/v1/models", "/metrics", "/openapi.json", *PROBES}
+    ours = {URL, "/v1/images/edits", "/v1/models", "/metrics", "/openapi.json", "/", "/playground/x"}
+    assert {path for _, path in routes} >= ours | PROBES
     for method, path in routes:
         response = await client.request(method, path, headers=headers)
         if path in PROBES:
@@ -82,8 +84,39 @@ async def test_each_key_opens(connect, key):
         assert response.status_code == 200
 
 
+def basic(credentials):
+    return {"authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
+
+
+@pytest.mark.parametrize("credentials", ["anyone:one", "one:", ":two-ü", ":with:colons"])
+async def test_a_browser_is_asked_for_a_key_and_sends_it_in_its_own_way(connect, refused, credentials):
+    client = await connect(api_key=("one", "two-ü", "with:colons"))
+    page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    refused(page, 401, code="invalid_api_key")
+    assert page.headers["www-authenticate"].startswith('Basic realm="')
+    script = await client.get("/v1/models", headers={"accept": "*/*"})
+    assert (script.status_code, script.headers["www-authenticate"]) == (401, "Bearer")  # no dialog over the page
+    for path in ("/", "/playground/main.js", "/v1/models"):
+        assert (await client.get(path, headers=basic(credentials))).status_code == 200
+
+
+@pytest.mark.parametrize("credentials", ["", ":", "wrong", "anyone:wrong", "one:wrong", "anyone:one:"])
+async def test_wrong_basic_credentials_are_refused(connect, refused, credentials):
+    client = await connect(api_key=("one",))
+    refused(await client.get("/", headers=basic(credentials)), 401, code="invalid_api_key")
+
+
+async def test_a_form_of_another_site_can_not_use_the_browsers_credentials(connect, refused):
+    client = await connect(api_key=("one",))
+    form = {"prompt": (None, "a"), "seed": (None, "1")}
+    refused(await client.post("/v1/images/edits", files=form, headers=basic(":one")), 401, code="invalid_api_key")
+    own = {**basic(":one"), "x-request-id": "page"}  # what a form can't send
+    assert (await client.post(URL, json={"prompt": "a"}, headers=own)).status_code == 200
+    refused(await client.delete("/v1/images/requests/a", headers=basic(":one")), 404)
+
+
 async def test_unknown_path_and_wrong_method_are_in_the_envelope(client, refused):
-    for path in ("/", "/nowhere", "/v1/images/generations/", "/docs", "/a\x07b", "/%00", "/%0d%0ax"):
+    for path in ("/nowhere", "/v1/images/generations/", "/docs", "/a\x07b", "/%00", "/%0d%0ax"):
         refused(await client.get(path.replace("\x07", "%07")), 404, code="route_not_found")
     response = await client.get(URL)
     refused(response, 405, code="method_not_allowed")

@@ -15,6 +15,13 @@ async def test_list_and_card(client):
     assert card["sizes"]["max_pixels"] == 2048 * 2048
     assert card["output_formats"] == ["png", "webp", "jpeg"]
     assert (card["response_formats"], card["max_partial_images"]) == (["b64_json", "url"], 3)
+    assert card["needs_api_key"] is False
+
+
+async def test_card_of_a_service_with_keys(connect):
+    client = await connect(api_key=("one",))
+    listed = (await client.get("/v1/models", headers={"authorization": "Bearer one"})).json()
+    assert listed["data"][0]["capabilities"]["needs_api_key"] is True
 
 
 async def test_retrieve_by_every_name(connect, refused):
