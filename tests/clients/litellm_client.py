@@ -14,7 +14,8 @@ from typing import Any
 import litellm
 
 
-def main(base_url: str) -> None:
+def main(base_url: str, proxied: str) -> None:
+    """Draw at `base_url` directly, and as a proxy with the models of `proxied` would."""
     access: dict[str, Any] = {"api_base": base_url, "api_key": "any", "max_retries": 0}
     steps = {"seed": 5, "num_inference_steps": 2}
     drawn = litellm.image_generation(
@@ -27,9 +28,11 @@ def main(base_url: str) -> None:
     chatted = litellm.completion(
         model="openai/gpt-image-1", messages=[{"role": "user", "content": "a red circle"}], extra_body=steps, **access
     )
-    answers = [drawn, edited, chatted]
+    router = litellm.Router(model_list=json.loads(proxied), num_retries=0)
+    routed = router.image_generation(prompt="a red circle", model="easel", size="64x64", extra_body=steps)
+    answers = [drawn, edited, chatted, routed]
     print(json.dumps([answer.model_dump(mode="json") for answer in answers]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 from PIL import Image
 
 from tests.server import serving
@@ -30,16 +31,25 @@ def decoded(encoded: str) -> bytes:
     return data
 
 
+def documented_models(base_url: str) -> str:
+    """The proxy's models as the documentation configures them, as JSON."""
+    document = (ROOT / "docs" / "clients.md").read_text()
+    block = document.partition("```yaml\n")[2].partition("```")[0]
+    return json.dumps(yaml.safe_load(block.replace("http://localhost:8000/v1", base_url))["model_list"])
+
+
 def test_generations_edits_and_chat(tmp_path: Path) -> None:
     with serving(build_checkpoint(tmp_path / "tiny", TinySpec(resolution=64)), tmp_path) as server:
-        program = [PYTHON, ROOT / "tests" / "clients" / "litellm_client.py", f"{server.url}/v1"]
+        proxied = documented_models(f"{server.url}/v1")
+        program = [PYTHON, ROOT / "tests" / "clients" / "litellm_client.py", f"{server.url}/v1", proxied]
         quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network for prices
         ran = subprocess.run(program, capture_output=True, text=True, timeout=200, env=quiet)
         assert ran.returncode == 0, ran.stderr
-        drawn, edited, chatted = json.loads(ran.stdout.splitlines()[-1])
+        drawn, edited, chatted, routed = json.loads(ran.stdout.splitlines()[-1])
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
             first, second = (decoded(image["b64_json"]) for image in drawn["data"])
             assert first != second
+            assert decoded(routed["data"][0]["b64_json"]) == first
             again = client.images.edit(prompt="make it blue", image=first, extra_body={**STEPS, "size": "64x64"})
     assert again.data and decoded(edited["data"][0]["b64_json"]) == decoded(again.data[0].b64_json or "")
     for answer in (drawn, edited):
