@@ -37,6 +37,7 @@ def chromium() -> Iterator[Browser]:
         assert not os.environ.get(REQUIRED), missing
         pytest.skip(missing)
     with sync_playwright() as playwright:
+        expect.set_options(timeout=PATIENCE_MS)
         browser = playwright.chromium.launch(executable_path=path)
         yield browser
         browser.close()
@@ -61,7 +62,7 @@ class Visit:
 
     def open(self, path: str = "/") -> None:
         self.page.goto(self.url + path)
-        expect(self.page.locator("#service")).to_have_text("easel-demo", timeout=PATIENCE_MS)
+        expect(self.page.locator("#service")).to_have_text("easel-demo")
         self.page.evaluate(WATCH)
 
     def check(self) -> None:
@@ -77,14 +78,25 @@ class Visit:
     def field(self, name: str) -> Locator:
         return self.page.locator("#order").get_by_label(re.compile(f"^{name}"))
 
-    def order(self, prompt: str, *, steps: int = 2, seed: int | None = 7, count: int = 1) -> None:
-        """Fill in the form and send it."""
+    def order(
+        self, prompt: str, *, steps: int = 2, seed: int | None = 7, count: int = 1, side: int | None = None
+    ) -> None:
+        """Fill in the form and send it; with `side`, for a square of that many pixels."""
+        if side is not None:
+            self.page.get_by_role("radio", name="Custom").check()
+            for name in ("Width", "Height"):
+                self.field(name).fill(str(side))
         for name, value in (("Prompt", prompt), ("Steps", steps), ("Seed", seed), ("Pictures", count)):
             self.field(name).fill("" if value is None else str(value))
         self.page.get_by_role("button", name="Draw").click()
 
+    def stop_clock(self) -> None:
+        """From now on the page's timers run with `page.clock.run_for` only."""
+        self.page.clock.install(time=0)
+        self.page.clock.pause_at(1000)
+
     def wait_until_done(self) -> None:
-        expect(self.page.locator("[aria-busy=true]")).to_have_count(0, timeout=PATIENCE_MS)
+        expect(self.page.locator("[aria-busy=true]")).to_have_count(0)
 
     def figures(self) -> list[str]:
         """The parameters under each picture."""
