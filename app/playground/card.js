@@ -78,19 +78,19 @@ export class Card {
     ].filter(Boolean).map((figure) => figure.replaceAll(" ", NO_BREAK)).join(`${NO_BREAK}· `);
     $(".warnings", root).textContent = event.warnings.join(" ");
     Object.assign($(".download", root), { href: this.#url, download: file.name });
-    this.#end(".done", ".reuse");
+    this.#stop(".done", ".reuse");
     $(".picture", root).disabled = false;
   }
 
   /** Say why there is no picture, and offer to try again, after a while if the service says so. */
-  fail(message, waitS = 0) {
+  end(message, { isFault = false, waitS = 0 }) {
     this.drop();
-    this.#element.classList.add("failed");
+    this.#element.classList.toggle("failed", isFault);
     $(".plate", this.#element).style.aspectRatio = "";
     $(".picture", this.#element).hidden = true;
     $(".words", this.#element).textContent = message;
     this.#countDown(waitS);
-    this.#end(".undone", ".again");
+    this.#stop(".undone", ".again");
   }
 
   #countDown(seconds) {
@@ -107,7 +107,7 @@ export class Card {
   }
 
   /** Nothing is under way any more. Who had the focus on the cancel button gets the first one of those that follow. */
-  #end(shown, focused) {
+  #stop(shown, focused) {
     const root = this.#element;
     const hadFocus = $(".going", root).contains(document.activeElement);
     root.setAttribute("aria-busy", "false");

@@ -44,16 +44,16 @@ async function follow(drawing) {
     });
     end(drawing, "Cancelled.");
   } catch (error) {
-    end(drawing, error.message, error.retryAfterS);
+    end(drawing, error.message, { isFault: true, waitS: error.retryAfterS });
     if (error.isAway) meet();
   }
 }
 
 /** Of the pictures that will not come, the first card says why, for all of them. */
-function end(drawing, message, waitS) {
+function end(drawing, message, options = {}) {
   const [first, ...others] = drawing.open;
   if (!first) return;
-  first.fail(message, waitS);
+  first.end(message, options);
   for (const card of others) remove(card);
   announce(message);
 }

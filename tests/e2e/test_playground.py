@@ -280,6 +280,23 @@ def test_a_full_queue_says_when_to_come_again(visit: Callable[..., Visit]) -> No
     expect(page.cards.first.locator(".params")).to_contain_text("seed 7")
 
 
+def test_only_what_is_missing_is_drawn_again(visit: Callable[..., Visit]) -> None:
+    page = visit()
+
+    def cut_off(route: Route) -> None:
+        events = route.fetch(headers={**route.request.headers, **HEADERS}).text()
+        route.fulfill(body=events[: events.rindex("event: ")])
+
+    page.page.route("**/v1/images/generations", cut_off)
+    page.order(PROMPT, count=2)
+    expect(page.cards.nth(0).locator(".params")).to_contain_text("seed 7")
+    expect(page.cards.nth(1)).to_contain_text("The connection was lost.")
+    page.page.unroute("**/v1/images/generations")
+    page.cards.nth(1).get_by_role("button", name="Try again").click()
+    page.wait_until_done()
+    assert [re.search(r"seed \d", text)[0] for text in page.figures()] == ["seed 8", "seed 7"]
+
+
 def test_faults_are_named_where_they_are(visit: Callable[..., Visit]) -> None:
     page = visit()
     page.order(" ", steps=0)
