@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from models.config import TransformerConfig, VaeConfig, read_json
+from models.config import TextEncoderConfig, TransformerConfig, VaeConfig, read_json
 from models.folder import embedded_checkpoint
+from models.qwen3_vl import Qwen3VL
 from models.transformer import Transformer, published_names
 from models.vae import Vae
 
@@ -125,8 +125,7 @@ def write_checkpoint(folder: Path, device: str) -> None:
     with torch.device("meta"):
         transformer = Transformer(TransformerConfig.read(folder / "transformer"))
         vae = Vae(VaeConfig.read(folder / "vae"))
-        raw = read_json(folder / "text_encoder" / "config.json")
-        encoder = Qwen3VLModel(Qwen3VLConfig(**{key: value for key, value in raw.items() if key != "architectures"}))
+        encoder = Qwen3VL(TextEncoderConfig.read(folder / "text_encoder"))
     shapes = {}
     for name, (rows, *rest) in random_weights(transformer):
         published = published_names(name)

@@ -66,7 +66,7 @@ def _checked(value: Any, expected: Any, name: str) -> Any:
     if get_origin(expected) is tuple:
         if not isinstance(value, list) or not value:
             raise CheckpointError(f"{name} = {value!r} is not a list with entries")
-        signed = name.endswith("latents_mean")
+        signed = name.endswith(("latents_mean", "indexes"))
         return tuple(item if signed and _is_number(item) else _checked(item, options[0], name) for item in value)
     if expected is bool and isinstance(value, bool):
         return value
@@ -156,6 +156,71 @@ class VaeConfig:
             if len(getattr(parsed, name)) != parsed.z_dim:
                 raise CheckpointError(f"{path}: {name} does not have z_dim = {parsed.z_dim} entries")
         return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageConfig:
+    """`text_config` of `text_encoder/config.json`; `mrope_section` are the rotary channel pairs of (temporal, height,
+    width)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """`vision_config` of `text_encoder/config.json`."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    patch_size: int = 16
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    in_channels: int = 3
+    rope_theta: float = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoderConfig:
+    """`text_encoder/config.json`. Older files keep the rotary numbers in `rope_scaling` and beside it."""
+
+    language: LanguageConfig
+    vision: VisionConfig
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        return cls.parse(read_json(folder / "config.json"), folder / "config.json")
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], path: Path) -> Self:
+        """From the object in the file at `path`."""
+        _refuse(path, config, {"model_type": ("qwen3_vl",)})
+        parts = [config.get(name) for name in ("text_config", "vision_config")]
+        language, vision = (dict(part) if isinstance(part, Mapping) else {} for part in parts)
+        _refuse(path, language, {"hidden_act": ("silu",), "attention_bias": (False,)})
+        _refuse(path, vision, {"hidden_act": ("gelu_pytorch_tanh",)})
+        for part, rope_type in ((language, "default"), (vision, "axial")):
+            rotary = part.get("rope_parameters") or part.get("rope_scaling") or {}
+            if not isinstance(rotary, Mapping):
+                raise CheckpointError(f"{path}: rope_parameters is no object")
+            _refuse(path, rotary, {"rope_type": (rope_type,), "mrope_interleaved": (True,)})
+            part |= rotary
+        return cls(
+            LanguageConfig(**_pick(LanguageConfig, path, language)), VisionConfig(**_pick(VisionConfig, path, vision))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
-"""The text encoder's decoder layers on CUDA: fewer kernels than transformers launches, captured per padded length.
+"""The text encoder's decoder layers on CUDA: fewer kernels, captured per padded length.
 
 Text is short, so an encoder of 36 layers is bound by launches, not by arithmetic. The layers are causal: padding behind
 the text cannot reach it, and a graph captured for a length serves every shorter text. Prompts with images are long and
-run without one. transformers' own forward is the plain counterpart.
+run without one. `models.qwen3_vl.LanguageModel.forward` is the plain counterpart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from models import kernels
 from models.quantization import Activation, takes_fp8
+from models.qwen3_vl import LanguageModel, TextAttention, VisionFeatures, causal_attention
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 1024)  # captured when first needed; longer texts run without a graph
 
@@ -30,20 +29,10 @@ class _Graph:
     output: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class VisionFeatures:
-    """What the vision tower made of all images of a prompt: `embeds` (slots, hidden size) take the place of the tokens
-    at `slots`, and entry i of `deepstack` is added to them behind layer i."""
-
-    slots: Tensor
-    embeds: Tensor
-    deepstack: Sequence[Tensor]
-
-
 class FusedLanguageModel:
-    """Runs the layers of a transformers Qwen3-VL language model."""
+    """Runs the layers of a `LanguageModel`."""
 
-    def __init__(self, model: Any, graphs: bool) -> None:
+    def __init__(self, model: LanguageModel, graphs: bool) -> None:
         self._model = model
         self._lengths = LENGTHS if graphs else ()
         self._graphs: dict[int, _Graph] = {}
@@ -58,18 +47,17 @@ class FusedLanguageModel:
         if vision is not None:
             hidden = self._model.embed_tokens(input_ids)
             hidden[vision.slots] = vision.embeds
-            cos, sin = self._model.rotary_emb(hidden, positions[:, None])
-            return self._layers(hidden, cos[0].float(), sin[0].float(), vision)
+            return self._layers(hidden, *self._model.rotary(positions), vision)
         length = next((length for length in self._lengths if length >= tokens), None)
         padding = 0 if length is None else length - tokens
         hidden = self._model.embed_tokens(F.pad(input_ids, (0, padding)))
-        cos, sin = self._model.rotary_emb(hidden, F.pad(positions, (0, padding))[:, None])
+        cos, sin = self._model.rotary(F.pad(positions, (0, padding)))
         if length is None:
-            return self._layers(hidden, cos[0].float(), sin[0].float())
-        graph = self._graphs.get(length) or self._capture(length, hidden, cos[0].float(), sin[0].float())
+            return self._layers(hidden, cos, sin)
+        graph = self._graphs.get(length) or self._capture(length, hidden, cos, sin)
         graph.hidden.copy_(hidden)
-        graph.cos.copy_(cos[0])
-        graph.sin.copy_(sin[0])
+        graph.cos.copy_(cos)
+        graph.sin.copy_(sin)
         graph.graph.replay()
         return graph.output[:tokens]
 
@@ -88,28 +76,22 @@ class FusedLanguageModel:
 
     def _layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, vision: VisionFeatures | None = None) -> Tensor:
         for number, layer in enumerate(self._model.layers):
-            hidden = hidden + self._attention(layer.self_attn, _norm(layer.input_layernorm, hidden), cos, sin)
-            mlp, x = layer.mlp, _input_of(layer.mlp.gate_proj, _norm(layer.post_attention_layernorm, hidden))
+            hidden = hidden + self._attention(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
+            mlp, x = layer.mlp, _input_of(layer.mlp.gate_proj, layer.post_attention_layernorm(hidden))
             hidden = hidden + mlp.down_proj(_input_of(mlp.down_proj, F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
             if vision is not None and number < len(vision.deepstack):
                 hidden[vision.slots] += vision.deepstack[number]
         return hidden
 
-    def _attention(self, attn: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, attn: TextAttention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         inputs = _input_of(attn.q_proj, x)
         q, k, v = (part(inputs).unflatten(-1, (-1, attn.head_dim)) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q = kernels.norm_rotate_halves(q, attn.q_norm.weight, attn.q_norm.variance_epsilon, cos, sin)
-        k = kernels.norm_rotate_halves(k, attn.k_norm.weight, attn.k_norm.variance_epsilon, cos, sin)
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        projected: Tensor = attn.o_proj(_input_of(attn.o_proj, attended[0].transpose(0, 1).flatten(1)))
+        q = kernels.norm_rotate_halves(q, attn.q_norm.weight, attn.q_norm.eps, cos, sin)
+        k = kernels.norm_rotate_halves(k, attn.k_norm.weight, attn.k_norm.eps, cos, sin)
+        projected: Tensor = attn.o_proj(_input_of(attn.o_proj, causal_attention(q, k, v)))
         return projected
 
 
 def _input_of(linear: nn.Module, x: Tensor) -> Activation:
     """`x` in the form that a layer, and its neighbours with the same input, take."""
     return kernels.quantize(x) if takes_fp8(linear) else x
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

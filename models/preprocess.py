@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
 from models.errors import CheckpointError
 from models.inputs import ConditionImage, TokenizedPrompt
@@ -24,29 +24,41 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE_SLOT = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of `processor/`. Where there is none in its own format, transformers makes it of older files."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.exists():
+            return Tokenizer.from_file(str(path))
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except Exception as error:  # what the library raises is of no narrower type
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from None
+
+
 class PromptTokenizer:
     """Tokenizes prompts with the checkpoint's tokenizer, `processor/`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from None
-        vocabulary = self._tokenizer.get_vocab()
-        self._special: dict[str, int] = {}
+        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer.encode_special_tokens = True  # as plain text
+        self.special: dict[str, int] = {}
         for token in (TURN_START, TURN_END, VISION_START, VISION_END, IMAGE_SLOT):
-            if token not in vocabulary:
+            number = self._tokenizer.token_to_id(token)
+            if number is None:
                 raise CheckpointError(f"{folder}: the tokenizer has no token {token}")
-            self._special[token] = vocabulary[token]
-        system_message = [self._special[TURN_START], *self._plain(f"system\n{SYSTEM_PROMPT}")]
-        self._system = (*system_message, self._special[TURN_END], *self._plain("\n"))
+            self.special[token] = number
+        system_message = [self.special[TURN_START], *self._plain(f"system\n{SYSTEM_PROMPT}")]
+        self._system = (*system_message, self.special[TURN_END], *self._plain("\n"))
 
     def _plain(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def __call__(self, prompt: str, condition_grids: Sequence[Grid] = ()) -> TokenizedPrompt:
         """Tokenize one prompt behind a run of image slots per condition grid. An empty prompt reads as one space."""
-        special, slot = self._special, self._special[IMAGE_SLOT]
+        special, slot = self.special, self.special[IMAGE_SLOT]
         ids = [*self._system, special[TURN_START]]
         lead = "user\n"
         for index, grid in enumerate(condition_grids):

@@ -1,35 +1,31 @@
-"""Prompt embeddings from transformers' Qwen3-VL: the last decoder layer's output before the final norm.
+"""Prompt embeddings from a Qwen3-VL: the last decoder layer's output before the final norm.
 
-The final norm is left out of the module, so that `last_hidden_state` is what the transformer was trained on. Rotary
-positions and image patches are computed here from grids that are known on the CPU, so the encoder's forward needs no
-data from the device to find its shapes.
+Rotary positions and image patches are computed here from grids that are known on the CPU, so the encoder's forward
+needs no data from the device to find its shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLModel
 
 from models.checkpoint import TensorFiles, load_weights
-from models.config import read_json
+from models.config import TextEncoderConfig, read_json
 from models.errors import CheckpointError
 from models.inputs import ConditionImage, TokenizedPrompt
 from models.layout import SLOT_SIDE_TOKENS, PrefixLayout
+from models.qwen3_vl import Qwen3VL, VisionFeatures
 from models.tensor_cache import CACHE_BYTES, TensorCache
 
-if TYPE_CHECKING:
-    from models.language_model import FusedLanguageModel, VisionFeatures
-
 BLOCKS = "model.language_model.layers"
-NOT_OF_THE_NETWORK = ("architectures", "quantization_config")  # entries of its config
 UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
+Layers = Callable[[Tensor, Tensor, VisionFeatures | None], Tensor]  # as `models.qwen3_vl.LanguageModel`
 
 
 def published_names(name: str) -> tuple[str, ...]:
@@ -37,31 +33,50 @@ def published_names(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+@dataclass(frozen=True, slots=True)
+class PixelNorm:
+    """How pixels in [0, 1] become what the vision tower sees, by channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """From `processor/`."""
+        path = folder / "preprocessor_config.json"
+        config: dict[str, Any] = read_json(path)
+        values = [config.get(name) for name in ("image_mean", "image_std")]
+        if not all(isinstance(value, list) and len(value) == 3 for value in values):
+            raise CheckpointError(f"{path}: image_mean and image_std are not three numbers each")
+        return cls(*(tuple(float(number) for number in value) for value in values if value is not None))
+
+
 class TextEncoder(nn.Module):
     """The vision-language encoder; `encode` serves one prompt."""
 
-    def __init__(self, model: Qwen3VLModel, processor: Qwen2VLImageProcessorPil) -> None:
+    def __init__(self, model: Qwen3VL, pixel_norm: PixelNorm) -> None:
         super().__init__()
         self.model = model
-        self.model.language_model.norm = nn.Identity()
-        self.patch_px: int = processor.patch_size
-        self.merge: int = processor.merge_size
-        self.temporal_patch: int = processor.temporal_patch_size
-        self.mean, self.std = processor.image_mean, processor.image_std
-        self._fused: FusedLanguageModel | None = None
-        self._seen = TensorCache(CACHE_BYTES)  # what the vision tower made of images, when `fuse` was called
+        config = model.visual.config
+        self.patch_px, self.merge = config.patch_size, config.spatial_merge_size
+        self.temporal_patch = config.temporal_patch_size
+        self.pixel_norm = pixel_norm
+        self._run: Layers = model.language_model.forward
+        self._clear_run: Callable[[], None] | None = None
+        self._seen = TensorCache(CACHE_BYTES)  # what the vision tower made of images
 
     def fuse(self, graphs: bool) -> None:
         """Run the language model's layers by `models.language_model`, captured for short text if `graphs`."""
         from models.language_model import FusedLanguageModel
 
-        self._fused = FusedLanguageModel(self.model.language_model, graphs)
+        fused = FusedLanguageModel(self.model.language_model, graphs)
+        self._run, self._clear_run = fused, fused.clear
 
     def clear(self) -> None:
         """Give back the memory that is kept between prompts."""
         self._seen.clear()
-        if self._fused is not None:
-            self._fused.clear()
+        if self._clear_run is not None:
+            self._clear_run()
 
     @property
     def slot_px(self) -> int:
@@ -73,17 +88,11 @@ class TextEncoder(nn.Module):
         return self.model.language_model.embed_tokens.embedding_dim
 
     @classmethod
-    def build(cls, folder: Path, processor_folder: Path) -> TextEncoder:
+    def build(cls, folder: Path, processor_folder: Path) -> Self:
         """The encoder of `text_encoder/` and the image settings in `processor/`, without weights."""
-        raw = read_json(folder / "config.json")
-        try:
-            config = Qwen3VLConfig(**{key: value for key, value in raw.items() if key not in NOT_OF_THE_NETWORK})
-            processor = Qwen2VLImageProcessorPil.from_pretrained(processor_folder, local_files_only=True)
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
-            raise CheckpointError(f"{folder} or {processor_folder}: {error}") from None
-        config._attn_implementation = "sdpa"
+        config, pixel_norm = TextEncoderConfig.read(folder), PixelNorm.read(processor_folder)
         with torch.device("meta"):
-            return cls(Qwen3VLModel(config), processor).eval()
+            return cls(Qwen3VL(config), pixel_norm).eval()
 
     def load(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Take the weights in `text_encoder/`."""
@@ -91,66 +100,47 @@ class TextEncoder(nn.Module):
             self, TensorFiles(folder, "model"), dtype=dtype, device=device,
             published_names=published_names, unused=UNUSED_WEIGHTS,
         )  # fmt: skip
-        self._rebuild_rotary(device)
-
-    def _rebuild_rotary(self, device: torch.device) -> None:
-        """Rotary frequencies are no weights: they were left on the meta device and are computed again on the CPU."""
-        for owner, name in ((self.model.language_model, "rotary_emb"), (self.model.visual, "rotary_pos_emb")):
-            rotary = getattr(owner, name)
-            setattr(owner, name, type(rotary)(owner.config).to(device))
 
     @torch.inference_mode()
     def encode(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage] = ()) -> Tensor:
         """Embeddings of the text tokens after the system turn, image slots left out: (text tokens, hidden size)."""
-        device = self.model.device
-        positions = self._positions(prompt.num_system_tokens, prompt.layout).to(device)
-        of_text, of_images = (index.to(device) for index in self._indices(prompt.layout))
+        device = self.model.language_model.embed_tokens.weight.device
+        positions = self.positions(prompt.num_system_tokens, prompt.layout).to(device)
+        of_text, of_images = (index.to(device) for index in self.indices(prompt.layout))
         input_ids = torch.tensor(prompt.input_ids, device=device)
-        if self._fused is not None:
-            vision = self._see(images, of_images + prompt.num_system_tokens) if images else None
-            hidden = self._fused(input_ids, positions, vision)
-        else:
-            inputs = self._vision_inputs(images) if images else {}
-            hidden = self.model(
-                input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs
-            ).last_hidden_state[0]
-        return hidden[prompt.num_system_tokens :][of_text]
+        vision = self._see(images, of_images + prompt.num_system_tokens) if images else None
+        return self._run(input_ids, positions, vision)[prompt.num_system_tokens :][of_text]
 
     def _see(self, images: Sequence[ConditionImage], slots: Tensor) -> VisionFeatures:
-        """The vision tower alone, image by image, as transformers runs it within its own forward."""
-        from models.language_model import VisionFeatures
-
-        def see(image: ConditionImage) -> Tensor:  # (1 + deepstack layers, slots, hidden size)
-            inputs = self._vision_inputs([image])
-            pixels = inputs["pixel_values"].to(self.model.dtype)
-            seen = self.model.visual(pixels, grid_thw=inputs["image_grid_thw"], return_dict=True)
-            return torch.stack([seen.pooler_output, *seen.deepstack_features])
-
-        embeds, *deepstack = torch.cat([self._seen.get(image.digest, partial(see, image)) for image in images], dim=1)
+        """The vision tower, image by image."""
+        embeds, *deepstack = torch.cat(
+            [self._seen.get(image.digest, partial(self._look, image)) for image in images], 1
+        )
         return VisionFeatures(slots, embeds, deepstack)
 
-    def _vision_inputs(self, images: Sequence[ConditionImage]) -> dict[str, Tensor]:
-        pixels = [torch.from_numpy(image.rgb).to(self.model.device) for image in images]
-        grids = [self._patch_grid(image) for image in pixels]
-        return {
-            "pixel_values": torch.cat([self._patches(image) for image in pixels]),
-            "image_grid_thw": torch.tensor(grids, device=self.model.device),
-        }
+    def _look(self, image: ConditionImage) -> Tensor:
+        weight = self.model.visual.patch_embed.proj.weight
+        pixels = torch.from_numpy(image.rgb).to(weight.device)
+        grid = self._patch_grid(pixels)
+        features: Tensor = self.model.visual(self._patches(pixels, grid).to(weight.dtype), grid)
+        return features
 
-    def _patch_grid(self, image: Tensor) -> tuple[int, int, int]:
-        return 1, image.shape[0] // self.patch_px, image.shape[1] // self.patch_px
+    def _patch_grid(self, image: Tensor) -> tuple[int, int]:
+        return image.shape[0] // self.patch_px, image.shape[1] // self.patch_px
 
-    def _patches(self, image: Tensor) -> Tensor:
+    def _patches(self, image: Tensor, grid: tuple[int, int]) -> Tensor:
         """Normalised patches, (patches, channels × frames × patch²), in the merge-block order the encoder reads."""
-        mean, std = (torch.tensor(values, device=image.device) for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, device=image.device) for values in (self.pixel_norm.mean, self.pixel_norm.std)
+        )
         pixels = ((image.float() / 255 - mean) / std).permute(2, 0, 1)
-        _, rows, columns = self._patch_grid(image)
+        rows, columns = grid
         side = (self.merge, self.patch_px)
         blocks = pixels.unflatten(1, (rows // self.merge, *side)).unflatten(4, (columns // self.merge, *side))
         patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(*[-1] * 5, self.temporal_patch, *[-1] * 2)
         return patches.reshape(rows * columns, -1)
 
-    def _positions(self, num_system_tokens: int, layout: PrefixLayout) -> Tensor:
+    def positions(self, num_system_tokens: int, layout: PrefixLayout) -> Tensor:
         """Rotary positions (3, tokens) of the vision-language sequence: temporal, height, width. They follow the same
         rule as the transformer's, on slots: text advances one, an image by its longer side."""
         spans = [torch.arange(num_system_tokens).expand(3, -1)]
@@ -167,7 +157,7 @@ class TextEncoder(nn.Module):
             position += max(height, width)
         return torch.cat(spans, dim=1)
 
-    def _indices(self, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
+    def indices(self, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
         """Where text and image slots are in the vision-language sequence behind the system turn."""
         is_image = [
             torch.full((segment.num_tokens if segment.grid is None else segment.grid.num_slots,), bool(segment.grid))

@@ -124,8 +124,7 @@ def row_layout(processor: Path, num_images: int) -> RowLayout:
     grids: list[Grid] = [GRID] * num_images
     empty = tokenizer("", grids)
     ids, _ = pad_rows([empty], PAD_TAILS[num_images])
-    slot = tokenizer._tokenizer.convert_tokens_to_ids(IMAGE_SLOT)
-    return RowLayout.of(ids[0].tolist(), slot, empty.num_system_tokens, grids)
+    return RowLayout.of(ids[0].tolist(), tokenizer.special[IMAGE_SLOT], empty.num_system_tokens, grids)
 
 
 def draw_sigmas(rows: int, generator: torch.Generator, device: torch.device) -> Tensor:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3VLModel
 
 from models.layout import Grid, PrefixLayout, prefix_layout
 from models.ops import PLAIN
+from models.qwen3_vl import VisionTower
 from models.rope import THETA, prefix_table, target_table
 from models.text_encoder import TextEncoder
 from models.transformer import Block, Transformer
@@ -111,7 +111,7 @@ def run_text_layer(layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -
     k = attn.k_norm(attn.k_proj(x).unflatten(-1, (-1, attn.head_dim))).transpose(1, 2)
     v = attn.v_proj(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
     q, k = (_rotate_half(part.float(), cos, sin).to(v.dtype) for part in (q, k))
-    repeats = attn.num_key_value_groups
+    repeats = attn.q_proj.out_features // attn.k_proj.out_features
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attn.scaling)
     hidden = hidden + attn.o_proj(attended.transpose(1, 2).flatten(2))
@@ -141,30 +141,25 @@ class JointForward(nn.Module):
         self.encoder, self.transformer, self.layout, self.grid = encoder, transformer, layout, grid
         model = encoder.model
         self.block, self.text_layer, self.vision_block = run_block, run_text_layer, run_vision_block
-        positions = encoder._positions(layout.num_system_tokens, layout.prefix)
-        cos, sin = model.language_model.rotary_emb(
-            torch.zeros(1, device=model.device), positions[:, None].to(model.device)
-        )
+        positions = encoder.positions(layout.num_system_tokens, layout.prefix)
+        cos, sin = model.language_model.rotary(positions.to(model.visual.pos_embed.weight.device))
         axes = transformer.config.axes_dims_rope
-        self.register_buffer("text_rotary", torch.stack([cos, sin])[:, :, None], persistent=False)
-        self.register_buffer("text_index", encoder._indices(layout.prefix)[0], persistent=False)
+        self.register_buffer("text_rotary", torch.stack([cos, sin])[:, None, None], persistent=False)
+        self.register_buffer("text_index", encoder.indices(layout.prefix)[0], persistent=False)
         self.register_buffer("prefix_rotary", prefix_table(layout.prefix, axes), persistent=False)
         self.register_buffer("target_rotary", target_table(grid, 0, axes), persistent=False)
         if layout.image_starts:
-            self._prepare_vision(model, layout.prefix.segments[1].grid)
+            self._prepare_vision(model.visual, layout.prefix.segments[1].grid)
 
-    def _prepare_vision(self, model: Qwen3VLModel, grid: Grid | None) -> None:
+    def _prepare_vision(self, visual: VisionTower, grid: Grid | None) -> None:
         """Positions of the patches of one image, in the merge-block order of the vision tower. Its learned grid must
         have the patches' own size, so that nothing is interpolated."""
-        assert grid is not None and grid.num_tokens == model.visual.pos_embed.num_embeddings
+        assert grid is not None and grid.num_tokens == visual.pos_embed.num_embeddings
         order = torch.arange(grid.num_tokens).reshape(grid.height // 2, 2, grid.width // 2, 2).permute(0, 2, 1, 3)
         order = order.reshape(-1)
-        places = torch.stack([order // grid.width, order % grid.width])
-        inverse = model.visual.rotary_pos_emb.inv_freq.cpu()
-        half = torch.cat([places[0][:, None] * inverse, places[1][:, None] * inverse], dim=-1)
-        angles = torch.cat([half, half], dim=-1)
         self.register_buffer("patch_order", order, persistent=False)
-        self.register_buffer("patch_rotary", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        rotary = visual.rotary(order // grid.width, order % grid.width)
+        self.register_buffer("patch_rotary", torch.stack(rotary), persistent=False)
 
     def compile(self) -> None:
         """Compile the transformer's block, once for all; the other layers are small and not worth the minute."""

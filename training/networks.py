@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, Qwen3VLModel
+from transformers import AutoTokenizer
 
-from models.text_encoder import TextEncoder
+from models.config import TextEncoderConfig
+from models.qwen3_vl import Qwen3VL
+from models.text_encoder import PixelNorm, TextEncoder
 from models.transformer import Transformer
 from models.vae import ResidualBlock, Vae
 from training.spec import TRANSFORMER, VAE, image_processor, text_encoder_config
@@ -16,12 +18,14 @@ from training.spec import TRANSFORMER, VAE, image_processor, text_encoder_config
 
 def new_text_encoder(processor_folder: Path) -> TextEncoder:
     tokenizer = AutoTokenizer.from_pretrained(processor_folder, local_files_only=True)
-    config = text_encoder_config(tokenizer)
-    config._attn_implementation = "sdpa"
-    encoder = TextEncoder(Qwen3VLModel(config).float(), image_processor())
+    config = TextEncoderConfig.parse(text_encoder_config(tokenizer).to_dict(), Path("config.json"))
+    processor = image_processor()
+    pixel_norm = PixelNorm(tuple(processor.image_mean), tuple(processor.image_std))
+    encoder = TextEncoder(Qwen3VL(config), pixel_norm)
     _draw_weights(encoder)
     nn.init.normal_(encoder.model.language_model.embed_tokens.weight, std=0.5)
     nn.init.normal_(encoder.model.visual.pos_embed.weight, std=0.2)
+    nn.init.normal_(encoder.model.visual.patch_embed.proj.weight, std=0.02)
     return encoder
 
 

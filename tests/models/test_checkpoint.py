@@ -158,7 +158,8 @@ def test_weights_take_the_asked_dtype(checkpoint: Path) -> None:
     for network in (model.text_encoder, model.transformer, model.vae):
         assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
         assert not any(tensor.is_meta for tensor in network.state_dict().values())
-    assert model.text_encoder.model.language_model.rotary_emb.inv_freq.dtype is torch.float32
+    positions = torch.zeros(3, 1, dtype=torch.long)
+    assert model.text_encoder.model.language_model.rotary(positions)[0].dtype is torch.float32
 
 
 def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(tmp_path: Path) -> None:

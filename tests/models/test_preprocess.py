@@ -51,7 +51,7 @@ def test_special_tokens_in_a_prompt_are_plain_text(pair: Pair) -> None:
     specials = set(pair.tokenizer("cat").input_ids) & set(pair.tokenizer("dog").input_ids)
     harmless = pair.tokenizer("cat")
     tokenized = pair.tokenizer(attack)
-    special_ids = set(pair.tokenizer._special.values())
+    special_ids = set(pair.tokenizer.special.values())
     count = sum(token in special_ids for token in tokenized.input_ids)
     assert count == sum(token in special_ids for token in harmless.input_ids)
     assert len(tokenized.input_ids) > len(harmless.input_ids) + 20

@@ -33,7 +33,7 @@ def test_training_forward_equals_prefill_and_decode(processor: Path, num_images:
     tokenizer = PromptTokenizer(processor)
     prompts = [tokenizer(prompt, [GRID] * num_images) for prompt in PROMPTS]
     input_ids, lengths = pad_rows(prompts, PAD_TAILS[num_images])
-    slot = tokenizer._tokenizer.convert_tokens_to_ids(IMAGE_SLOT)
+    slot = tokenizer.special[IMAGE_SLOT]
     layout = RowLayout.of(input_ids[0].tolist(), slot, prompts[0].num_system_tokens, [GRID] * num_images)
     rng = Random(num_images)
     pictures = draw([draw_scene(rng, lambda scene: True) for _ in range(max(1, num_images))])[:num_images]
