@@ -1,5 +1,11 @@
-"""`python -m app` is `easel`."""
+"""`easel`, and `python -m app`. Nothing is imported before the command runs: a worker process reads this file again."""
 
-from app.cli import main
 
-main()
+def main() -> None:
+    from app.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

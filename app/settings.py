@@ -196,7 +196,7 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine is built from."""
-        from models.folder import embedded_checkpoint  # brings the hub client, which `easel --help` need not wait for
+        from models.folder import embedded_checkpoint
 
         return EngineConfig(
             model=self.model or str(embedded_checkpoint()),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from models.errors import CheckpointError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
@@ -25,6 +22,10 @@ def find_checkpoint(model: str) -> Path:
         return folder
     if folder.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise CheckpointError(f"{model} is neither a folder nor a hub id of the form owner/name")
+    # The hub's client takes a third of a second to import, which a folder on disk need not wait for.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

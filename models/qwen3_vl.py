@@ -38,6 +38,11 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
+def embedding(count: int, dim: int) -> nn.Embedding:
+    """An embedding that draws no weights: on the meta device that alone imports a second's worth of compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(count, dim), freeze=False)
+
+
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension."""
 
@@ -112,7 +117,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers: list[TextLayer] = nn.ModuleList([TextLayer(config) for _ in range(config.num_hidden_layers)])  # type: ignore[assignment]
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +226,7 @@ class VisionTower(nn.Module):
         self.config = config
         self.deepstack_visual_indexes = config.deepstack_visual_indexes
         self.patch_embed = PatchEmbed(config)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.pos_embed = embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks: list[VisionBlock] = nn.ModuleList([VisionBlock(config) for _ in range(config.depth)])  # type: ignore[assignment]
         self.merger = PatchMerger(config, norm_merged=False)
         self.deepstack_merger_list = nn.ModuleList(

@@ -32,6 +32,30 @@ def test_schedule_equals_the_reference(
     torch.testing.assert_close(torch.tensor(ours), reference.sigmas, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"time_shift_type": "linear"},
+        {"shift_terminal": None},
+        {"use_dynamic_shifting": False, "shift": 3.0},
+        {"use_dynamic_shifting": False, "shift": 3.0, "shift_terminal": 0.1},
+        {"use_karras_sigmas": True},
+        {"use_exponential_sigmas": True, "shift_terminal": None},
+        {"use_beta_sigmas": True},
+        {"invert_sigmas": True},
+    ],
+    ids=str,
+)
+def test_every_kind_of_schedule_is_the_reference_to_the_last_bit(checkpoint: Path, changes: dict[str, object]) -> None:
+    config = read_json(checkpoint / "scheduler" / "scheduler_config.json") | changes
+    reference = FlowMatchEulerDiscreteScheduler.from_config(config)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(1024, *(config[name] for name in names))
+    reference.set_timesteps(sigmas=np.linspace(1.0, 1 / 12, 12), mu=mu)
+    assert sigma_schedule(config, 12, 1024) == tuple(reference.sigmas.tolist())
+
+
 def test_a_single_step_has_a_finite_schedule(checkpoint: Path) -> None:
     config = read_json(checkpoint / "scheduler" / "scheduler_config.json")
     assert config["shift_terminal"] is not None
