@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
 
 REQUIRED = "REQUIRE_BROWSER"  # set where a missing browser is a failure, not a reason to skip
@@ -26,6 +27,30 @@ new MutationObserver(() => {
   shown.news.add(document.querySelector('#news').textContent);
 }).observe(document.body, {subtree: true, childList: true, attributes: true, characterData: true});
 """
+
+# The contrasts that axe does not look at.
+CONTRASTS = """() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const luminance = (colour) => {
+    const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = channels(colour).map((channel) => linear(channel / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const mark = document.body.appendChild(document.createElement("i"));
+  mark.style.color = "var(--accent)";
+  const paper = getComputedStyle(document.body).backgroundColor;
+  const of = (selector, part) => getComputedStyle(document.querySelector(selector), part);
+  return {
+    placeholder: contrast(of("#prompt", "::placeholder").color, of("#prompt").backgroundColor),
+    field: contrast(of("#steps").borderTopColor, paper),
+    chosen: contrast(of(".shape:has(:checked)").borderTopColor, paper),
+    progress: contrast(getComputedStyle(mark).color, paper),
+  };
+}"""
 
 
 @contextmanager
@@ -70,6 +95,15 @@ class Visit:
         assert self.faults == []
         elsewhere = [url for url in self.requested if not url.startswith((f"{self.url}/", f"blob:{self.url}/"))]
         assert elsewhere == []
+
+    def check_accessibility(self) -> None:
+        """What axe finds by itself: contrast of texts (AA), names, labels, roles, landmarks."""
+        found = Axe().run(self.page)
+        assert found.violations_count == 0, found.generate_report()
+
+    def contrasts(self) -> dict[str, float]:
+        contrasts: dict[str, float] = self.page.evaluate(CONTRASTS)
+        return contrasts
 
     @property
     def cards(self) -> Locator:
