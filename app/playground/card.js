@@ -67,15 +67,16 @@ export class Card {
     this.#recipe = { fields: { ...fields, n: 1, size: event.size, seed: event.seed }, images };
     this.show(file, event, fields.prompt);
     $(".caption .prompt", root).textContent = fields.prompt;
-    $(".params", root).textContent = [
+    const figures = [
       event.size.replace("x", " × "),
       fields.num_inference_steps ? `${fields.num_inference_steps} steps` : "",
       `guidance ${fields.true_cfg_scale}`,
       `seed ${event.seed}`,
       images.length ? `${images.length} input image${images.length > 1 ? "s" : ""}` : "",
-      fields.negative_prompt ? `without “${fields.negative_prompt}”` : "",
       `${seconds.toFixed(1)} s`,
-    ].filter(Boolean).map((figure) => figure.replaceAll(" ", NO_BREAK)).join(`${NO_BREAK}· `);
+    ].filter(Boolean).map((figure) => figure.replaceAll(" ", NO_BREAK));
+    if (fields.negative_prompt) figures.push(`without “${fields.negative_prompt}”`);
+    $(".params", root).textContent = figures.join(`${NO_BREAK}· `);
     $(".warnings", root).textContent = event.warnings.join(" ");
     Object.assign($(".download", root), { href: this.#url, download: file.name });
     this.#stop(".done", ".reuse");

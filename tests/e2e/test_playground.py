@@ -105,7 +105,7 @@ def test_several_pictures_and_what_the_form_takes(visit: Callable[..., Visit]) -
     page.order(PROMPT, seed=None, count=2)
     page.wait_until_done()
     first, second = page.figures()
-    figures = re.compile(r"160 × 96 · 2 steps · guidance 2.5 · seed (\d+) · without “blue” · [\d.]+ s")
+    figures = re.compile(r"160 × 96 · 2 steps · guidance 2.5 · seed (\d+) · [\d.]+ s · without “blue”")
     seeds = [int(figures.fullmatch(text)[1]) for text in (first, second)]
     assert seeds[1] == (seeds[0] + 1) % 2**32
 
@@ -303,6 +303,7 @@ def test_faults_are_named_where_they_are(visit: Callable[..., Visit]) -> None:
     expect(page.page.locator("#prompt-error")).to_have_text("Say what to draw.")
     expect(page.page.locator("#numbers-error")).to_have_text("Steps are a whole number from 1 to 200.")
     expect(page.field("Steps")).to_have_attribute("aria-invalid", "true")
+    expect(page.field("Steps")).to_have_accessible_description("Steps are a whole number from 1 to 200.")
     page.page.get_by_role("radio", name="Custom").check()
     page.field("Width").fill("1000")
     page.field("Height").fill("100")
@@ -382,6 +383,7 @@ def test_on_a_phone(visit: Callable[..., Visit], tmp_path: Path) -> None:
     page.page.get_by_role("radio", name="Custom").tap()
     page.page.locator("#files").set_input_files([picture_file(tmp_path, f"{number}.png") for number in range(5)])
     expect(page.page.locator(".thumb")).to_have_count(4)
+    page.field("Negative prompt").fill("unbreakable" * 20)
     page.order("unbreakable" * 20)
     page.wait_until_done()
     expect(page.cards.first).to_be_in_viewport()
