@@ -3,7 +3,6 @@
 import { $, clone, listen } from "./dom.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp"];
-const EXTENSIONS = { "image/png": "png", "image/jpeg": "jpg", "image/webp": "webp" };
 
 export class Inputs {
   max = 4;
@@ -85,11 +84,4 @@ export class Inputs {
     $("#images-error").textContent = fault;
     this.onChange();
   }
-}
-
-/** What the images are called in a form and in the snippets: as they are on the disk, if that is a plain name. */
-export function namesOf(files) {
-  const names = files.map((file) => file.name);
-  return files.map(({ name, type }, index) =>
-    (/^\w[\w.-]*$/.test(name) && names.indexOf(name) === index ? name : `image-${index + 1}.${EXTENSIONS[type]}`));
 }

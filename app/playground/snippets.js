@@ -1,8 +1,7 @@
 /* The same picture from a shell or a program. A key is never written out: it comes from the environment. */
 
-import { namesOf } from "./inputs.js";
-
 const SDK_PARAMETERS = ["prompt", "size", "n"];
+const EXTENSIONS = { "image/png": "png", "image/jpeg": "jpg", "image/webp": "webp" };
 let needsKey = false;
 
 /** Whether the service asks for a key. */
@@ -12,6 +11,13 @@ export function describeAccess(card) {
 
 const base = () => new URL("v1", document.baseURI).href;
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+
+/** The names of the input images: those that they have on the disk, if these are plain and differ. */
+function namesOf(files) {
+  const names = files.map((file) => file.name);
+  const arePlain = names.every((name) => /^\w[\w.-]*$/.test(name)) && new Set(names).size === names.length;
+  return arePlain ? names : files.map(({ type }, index) => `image-${index + 1}.${EXTENSIONS[type]}`);
+}
 
 export function curlOf({ fields, images }) {
   const endpoint = images.length ? "edits" : "generations";

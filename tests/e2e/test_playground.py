@@ -194,6 +194,7 @@ def test_copied_commands_draw_the_same_picture(visit: Callable[..., Visit], tmp_
     page.order(prompt, steps=3)
     page.wait_until_done()
     if kind == "edit":
+        (tmp_path / "blue.png").rename(tmp_path / "image-1.png")
         (tmp_path / "not plain.jpg").rename(tmp_path / "image-2.jpg")
     [card] = page.cards.all()
     picture = page.file_of(card)
