@@ -169,18 +169,16 @@ class Engine:
         # worker, which inherits it.
         os.putenv("GOMP_SPINCOUNT", "0")
         try:
-            await asyncio.gather(self._load_preparer(), self._supervisor.start())
+            configs = await in_detached_thread(functools.partial(read_configs, self._config))
+            card = self._card = model_card(self._config, configs)
+            preparer = in_detached_thread(functools.partial(load_preparer, configs, card))
+            self._preparer, _ = await asyncio.gather(preparer, self._supervisor.start())
         except Exception as error:
             self._state, self._failure = EngineState.FAILED, str(error) or type(error).__name__
             raise
         self._load_s = time.monotonic() - started_s
         if self._state is EngineState.LOADING:
             self._state = EngineState.READY
-
-    async def _load_preparer(self) -> None:
-        configs = await in_detached_thread(functools.partial(read_configs, self._config))
-        card = self._card = model_card(self._config, configs)
-        self._preparer = await in_detached_thread(functools.partial(load_preparer, configs, card))
 
     async def stop(self, drain_s: float) -> None:
         """Admit nothing more, give what was admitted up to `drain_s` seconds, then fail the rest and stop."""
