@@ -164,7 +164,7 @@ def from_http(error: HTTPException) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make `app` answer every exception that is expected. The others end in `app.middleware.RequestContext`."""
+    """Make `app` answer every exception that is expected. The others end in `app.middleware.UnforeseenErrors`."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

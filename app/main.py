@@ -15,7 +15,7 @@ from app.errors import install_handlers
 from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Metrics
-from app.middleware import PROBES, Authentication, BodyLimit, RequestContext
+from app.middleware import PROBES, Authentication, BodyLimit, CrossOrigin, RequestContext, UnforeseenErrors
 from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
 from engine.engine import Engine, EngineState
@@ -58,6 +58,9 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         keys = [key.get_secret_value() for key in settings.api_key]
         open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES
         app.add_middleware(Authentication, keys=keys, open_paths=open_paths, admits_link=services.links.admits)
+    app.add_middleware(UnforeseenErrors)
+    if settings.cors_origin:
+        app.add_middleware(CrossOrigin, origins=settings.cors_origin)
     app.add_middleware(RequestContext, is_closing=lambda: app.state.engine.state in CLOSING)
     return app
 

@@ -1,4 +1,5 @@
-"""What holds for every route: the request id, the keys, the size of a body, and an answer when all else fails.
+"""What holds for every route: the request id, the keys, the pages that may call, the size of a body, and an answer
+when all else fails.
 
 Pure ASGI: Starlette's `BaseHTTPMiddleware` hides a client's disconnect from the routes, and a picture that nobody
 waits for would then be drawn to its end.
@@ -16,6 +17,8 @@ import uuid
 from collections.abc import Callable, Collection, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import ApiError, internal_error, payload_too_large
@@ -28,7 +31,7 @@ BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
 
 class RequestContext:
-    """Outermost: gives the request its id, names it in every answer, and turns an unforeseen exception into a 500.
+    """Outermost: gives the request its id and names it in every answer.
 
     The id is the client's own where that is safe to log and to put in a path. Routes read it with `request_id_of`.
     While `is_closing`, an answer ends its connection: nobody should send the next request into one that is about to
@@ -46,31 +49,68 @@ class RequestContext:
         own_id = Headers(scope=scope).get("x-request-id", "")
         request_id = own_id if REQUEST_ID.fullmatch(own_id) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
-        started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if self.is_closing():
                     headers["connection"] = "close"
             await send(message)
 
-        try:
-            await self.app(scope, receive, send_with_id)
-        except Exception:  # a bug of ours: the client learns the id to report, the log gets the rest
-            logger.exception("unhandled error", extra={"request_id": request_id})
-            if started:
-                raise  # half an answer is out: only closing the connection can tell
-            await internal_error().response()(scope, receive, send_with_id)
+        await self.app(scope, receive, send_with_id)
 
 
 def request_id_of(scope: Scope) -> str:
     """The id that `RequestContext` gave to this request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
+
+
+class CrossOrigin(CORSMiddleware):
+    """Lets the pages of some origins call every route. It answers what a browser asks beforehand, which has no key."""
+
+    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=tuple(origins),
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-easel-seed", "x-easel-warnings"),
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        message = "Pages of this origin may not call this service in this way."
+        return ApiError(400, message, code="origin_not_allowed").response()
+
+
+class UnforeseenErrors:
+    """Turns an exception that nothing expects into a 500, inside of what puts headers on every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        except Exception:  # a bug of ours: the client learns the id to report, the log gets the rest
+            logger.exception("unhandled error", extra={"request_id": request_id_of(scope)})
+            if started:
+                raise  # half an answer is out: only closing the connection can tell
+            await internal_error().response()(scope, receive, send)
 
 
 class Authentication:

@@ -48,6 +48,9 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 Sizes = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[1-9]\d{1,3}x[1-9]\d{1,3}$")], ...], NoDecode, BeforeValidator(split_commas)
 ]
+Origins = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#]+)$")], ...], NoDecode, BeforeValidator(split_commas)
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_commas)]
 
 
@@ -96,6 +99,9 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_key: Secrets = Field((), description="Key that clients must send; several are all valid, none means open.")
     metrics_open: bool = Field(False, description="Whether /metrics can be read without a key when keys are set.")
+    cors_origin: Origins = Field(
+        (), description="Origin, like https://a.example, whose pages may call this service; * means all."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
 
     worker: Literal["process", "inline"] = Field(
