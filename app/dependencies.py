@@ -8,11 +8,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from app.fetching import Fetcher
 from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Counting, Metrics
 from app.settings import Settings
-from app.sources import Fetch, refuse_url
 from engine.engine import Engine
 
 
@@ -25,7 +25,7 @@ class Services:
     metrics: Metrics
     links: Links
     jobs: Jobs
-    fetch: Fetch = refuse_url
+    fetcher: Fetcher
 
     @property
     def keeps_unknown(self) -> bool:

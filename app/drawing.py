@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -18,19 +18,27 @@ class Drawing:
     admission: Admitted
 
     def __init__(
-        self, engine: Engine, params: GenerationParams | Callable[[], GenerationParams], request_id: str
+        self,
+        engine: Engine,
+        params: GenerationParams | Callable[[], GenerationParams],
+        request_id: str,
+        prefetch: Callable[[], Awaitable[None]],
     ) -> None:
         self._queue: asyncio.Queue[RequestEvent | None] = asyncio.Queue()  # None is the end
-        generating = engine.generate(params, request_id=request_id, on_event=self._queue.put_nowait)
+        generating = engine.generate(params, request_id=request_id, prefetch=prefetch, on_event=self._queue.put_nowait)
         self._task = asyncio.create_task(generating, name=f"draw {request_id}")
         self._task.add_done_callback(lambda task: self._queue.put_nowait(None))
 
     @classmethod
     async def admit(
-        cls, engine: Engine, params: GenerationParams | Callable[[], GenerationParams], request_id: str
+        cls,
+        engine: Engine,
+        params: GenerationParams | Callable[[], GenerationParams],
+        request_id: str,
+        prefetch: Callable[[], Awaitable[None]],
     ) -> Self:
         """Return once the request has its place. Raises what the engine raises instead."""
-        drawing = cls(engine, params, request_id)
+        drawing = cls(engine, params, request_id, prefetch)
         try:
             drawing.admission = await drawing._admission()
         except BaseException:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from app.dependencies import Services
 from app.errors import install_handlers
+from app.fetching import Fetcher
 from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Metrics
@@ -26,7 +27,7 @@ CLOSING = (EngineState.DRAINING, EngineState.STOPPED)
 logger = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
+def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetcher | None = None) -> FastAPI:
     """The whole service. It answers at once, and turns ready when the engine has loaded.
 
     If the model can't be loaded, or its worker not be replaced, `app.state.failure` becomes the reason, as a sentence
@@ -40,6 +41,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         engine=engine or Engine(settings.engine_config(), observe=counted.observe),
         metrics=counted,
         links=Links(max_bytes=settings.link_store_bytes, lifetime_s=settings.link_seconds),
+        fetcher=fetcher or Fetcher(settings.allow_fetch, max_bytes=settings.max_image_bytes),
         jobs=Jobs(max_jobs=settings.max_jobs, max_bytes=settings.job_store_bytes, max_age_s=settings.job_seconds),
     )
     counted.watch(services.engine)

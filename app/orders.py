@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,13 +11,14 @@ from starlette.requests import Request
 from app.dependencies import Services
 from app.disconnect import unless_disconnected
 from app.drawing import Drawing
+from app.fetching import fetched
 from app.images import OutputFormat, decode_upload
 from app.links import PictureFile
 from app.middleware import request_id_of
 from app.params import output_options, params_from, with_images, within
 from app.render import Publish, Renderer
 from app.schemas import ImageRequest
-from app.sources import DataUrl, ImageSource, fetched
+from app.sources import DataUrl, ImageSource, RemoteImage, without_own_links
 from engine.request import GenerationParams
 
 
@@ -27,6 +28,7 @@ class Order:
 
     request: Request
     params: GenerationParams | Callable[[], GenerationParams]
+    prefetch: Callable[[], Awaitable[None]]
     num_images: int
     as_file: bool  # the client wants its one picture as it is, without JSON around it
     renderer: Renderer
@@ -39,14 +41,14 @@ class Order:
 
     async def admit(self) -> Drawing:
         """Hand it to the engine; return when it has its place. Raises `ClientDisconnect` if nobody waits for it."""
-        admitting = Drawing.admit(self.services.engine, self.params, self.request_id)
+        admitting = Drawing.admit(self.services.engine, self.params, self.request_id, self.prefetch)
         return await unless_disconnected(self.request.receive, admitting)
 
 
 async def take_order(
     request: Request, fields: ImageRequest, sources: Sequence[ImageSource], services: Services
 ) -> Order:
-    """Check `fields` and fetch what has to be fetched. Raises `ApiError`. Images are decoded on admission."""
+    """Check `fields`. Raises `ApiError`. Images are fetched and decoded on admission."""
     settings, card = services.settings, services.engine.card
     textual, warnings = params_from(fields, settings, card)
     if not fields.background_job:  # nobody waits for that
@@ -56,7 +58,15 @@ async def take_order(
     options = output_options(fields, settings, file_format if as_file else "png")
     renderer = Renderer(options, publisher(request, fields, services))
 
-    uploads = await fetched(sources, services.fetch, services.links)
+    named = without_own_links(sources, services.links)
+    for source in named:
+        if isinstance(source, RemoteImage):
+            services.fetcher.check(source)
+    uploads: list[bytes | DataUrl] = []
+
+    async def prefetch() -> None:
+        uploads.extend(await fetched(named, services.fetcher))
+        named.clear()
 
     def whole_params() -> GenerationParams:
         pictures = []
@@ -66,8 +76,8 @@ async def take_order(
         uploads.clear()  # the request may wait long; its files need not wait with it
         return with_images(textual, pictures, settings, card)
 
-    params = whole_params if uploads else textual
-    return Order(request, params, textual.num_images, as_file, renderer, warnings, services)
+    params = whole_params if named else textual
+    return Order(request, params, prefetch, textual.num_images, as_file, renderer, warnings, services)
 
 
 def accepted_file(accept: str) -> tuple[bool, OutputFormat]:

@@ -51,6 +51,12 @@ Sizes = Annotated[
 Origins = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#]+)$")], ...], NoDecode, BeforeValidator(split_commas)
 ]
+HOST_PATTERN = r"(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[[0-9A-Fa-f:.]+\])"
+HostPatterns = Annotated[
+    tuple[Annotated[str, Field(pattern=rf"^{HOST_PATTERN}(:[1-9]\d{{0,4}})?$")], ...],
+    NoDecode,
+    BeforeValidator(split_commas),
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_commas)]
 
 
@@ -126,6 +132,11 @@ class Settings(BaseSettings):
     )
 
     max_image_bytes: int = Field(20 * 2**20, ge=1, description="Largest input image file, in bytes.")
+    allow_fetch: HostPatterns = Field(
+        (),
+        description="Host whose http(s) image URLs are fetched: a name, *.name for what is below it, or * for any, and "
+        ":port for one besides 80 and 443. Addresses that are not public never are.",
+    )
     max_body_bytes: int = Field(96 * 2**20, ge=1, description="Largest request body, in bytes.")
     max_image_pixels: int = Field(40_000_000, ge=1, description="Most pixels of an input image.")
     min_side: int = Field(64, ge=1, description="Shortest side of an output image, in pixels.")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pybase64
 
 from app.bodies import MARK
-from app.errors import invalid, payload_too_large
+from app.errors import ApiError, invalid, payload_too_large
 from app.links import Links
 
 DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*?)(;base64)?,", re.IGNORECASE)
@@ -23,8 +23,6 @@ MAX_PREFIX_CHARS = 256
 IMAGE_TYPE = re.compile(r"(image/(?!svg)[a-z0-9.+-]+|application/octet-stream|)", re.IGNORECASE)
 WHITESPACE = b" \t\r\n"
 MAX_EXPANSION = 1.5  # base64 in lines takes 1.38 times the bytes
-
-Fetch = Callable[[str], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +91,15 @@ def base64_start(head: str, param: str) -> int:
     return match.end()
 
 
-async def refuse_url(url: str) -> bytes:
-    """The `Fetch` of a service that fetches nothing."""
-    message = "Images by http(s) URL are not taken here: send the file, or a data URL."
-    raise invalid(message, param="image", code="url_not_allowed")
+def url_not_allowed(param: str) -> ApiError:
+    message = "Images are not fetched from this URL: send the file, or a data URL."
+    return invalid(message, param=param, code="url_not_allowed")
 
 
-async def fetched(sources: Sequence[ImageSource], fetch: Fetch, links: Links) -> list[bytes | DataUrl]:
-    """The sources with what is behind links in place of the links. Our own links are not fetched but looked up."""
-    at_hand: list[bytes | DataUrl] = []
-    for source in sources:
-        if isinstance(source, RemoteImage):
-            own = linked_file(source.url, links)
-            at_hand.append(await fetch(source.url) if own is None else own)
-        else:
-            at_hand.append(source)
-    return at_hand
+def without_own_links(sources: Sequence[ImageSource], links: Links) -> list[ImageSource]:
+    """The sources with the pictures behind links of this service in place of the links: these need no fetching."""
+    own = [linked_file(source.url, links) if isinstance(source, RemoteImage) else None for source in sources]
+    return [source if file is None else file for source, file in zip(sources, own, strict=True)]
 
 
 def linked_file(url: str, links: Links) -> bytes | None:

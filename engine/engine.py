@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -198,6 +198,7 @@ class Engine:
         params: GenerationParams | Callable[[], GenerationParams],
         *,
         request_id: str,
+        prefetch: Callable[[], Awaitable[None]] | None = None,
         on_event: Callable[[RequestEvent], None] = lambda event: None,
     ) -> GenerationResult:
         """Generate every picture of one request. Cancelling the awaiting task aborts the request: its place in the
@@ -205,7 +206,7 @@ class Engine:
 
         `params` may be a function that makes them: it is called in a thread, after admission and few at a time, and
         what it raises comes out here. So pictures are decoded only for requests that have a place, and nobody holds
-        them once they are resized.
+        them once they are resized. `prefetch` is awaited before that, for what takes time but no thread.
 
         `on_event` is called on the event loop with what happens on the way. Nothing that can be known from the request
         itself is raised any more once it has been told that the request is `Admitted`.
@@ -217,7 +218,11 @@ class Engine:
         self._num_admitted += 1
         self._idle.clear()
         try:
-            return await self._generate(preparer, params, request_id, on_event)
+            arrived_s = time.monotonic()
+            if prefetch is not None:
+                await prefetch()
+                self._refuse_if_over()
+            return await self._generate(preparer, params, request_id, arrived_s, on_event)
         finally:
             self._num_admitted -= 1
             if self._num_admitted == 0:
@@ -228,9 +233,9 @@ class Engine:
         preparer: Preparer,
         params: GenerationParams | Callable[[], GenerationParams],
         request_id: str,
+        arrived_s: float,
         on_event: Callable[[RequestEvent], None],
     ) -> GenerationResult:
-        arrived_s = time.monotonic()
         key = f"{request_id}#{next(self._serial)}"  # clients may send one id twice; neighbours must not mix
         loop = asyncio.get_running_loop()
         admission = await loop.run_in_executor(self._preparing, preparer.prepare, params, key, arrived_s)
@@ -291,6 +296,10 @@ class Engine:
         if self._num_admitted >= self._config.max_queue:
             raise QueueFull("The queue is full.", retry_after_s=self._next_place_s())
         return self._preparer
+
+    def _refuse_if_over(self) -> None:
+        if self._state in (EngineState.STOPPED, EngineState.FAILED):
+            raise EngineStopped("The service stopped before this request was finished.")
 
     def _next_place_s(self) -> float:
         """Predicted time until a place in the queue is free."""

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {"app": {"app", "engine", "models"}, "engine": {"engine", "models"}, "models": {"models"}}
 SOURCES = sorted(path for layer in MAY_IMPORT for path in (ROOT / layer).rglob("*.py"))
-HTTP_PACKAGES = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_settings", "httpx"}
+HTTP_PACKAGES = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_settings", "httpx", "httpx2", "httpcore2"}
 WITHOUT_TORCH = [
     "app.settings",
     "app.cli",

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
+from app.fetching import Fetcher
 from app.main import create_app
 from app.settings import Settings
 from engine.engine import EngineState
@@ -109,10 +110,13 @@ class GradientEngine:
         params: GenerationParams | Callable[[], GenerationParams],
         *,
         request_id: str,
+        prefetch: Callable[[], Awaitable[None]] | None = None,
         on_event: Callable[[RequestEvent], None] = lambda event: None,
     ) -> GenerationResult:
         if self.is_full:
             raise QueueFull("The queue is full.", retry_after_s=1.0)
+        if prefetch is not None:
+            await prefetch()
         if callable(params):
             params = await asyncio.to_thread(params)
         width, height = params.size_px or (64, 64)
@@ -178,8 +182,8 @@ async def connect(engine: GradientEngine) -> AsyncIterator[Connect]:
     """Call it with settings for a client of a fresh application around `engine`."""
     async with AsyncExitStack() as stack:
 
-        async def connect(**settings: object) -> httpx.AsyncClient:
-            return await stack.enter_async_context(running(create_app(Settings(**settings), engine)))
+        async def connect(*, fetcher: Fetcher | None = None, **settings: object) -> httpx.AsyncClient:
+            return await stack.enter_async_context(running(create_app(Settings(**settings), engine, fetcher)))
 
         yield connect
 
@@ -194,11 +198,11 @@ async def serve(engine: GradientEngine) -> AsyncIterator[Callable[..., Awaitable
     """Like `connect`, over a real server on a free port."""
     async with AsyncExitStack() as stack:
 
-        async def serve(**settings: object) -> httpx.AsyncClient:
+        async def serve(*, fetcher: Fetcher | None = None, **settings: object) -> httpx.AsyncClient:
             listener = socket.create_server(("127.0.0.1", 0))
             stack.callback(listener.close)
             config = uvicorn.Config(
-                create_app(Settings(**settings), engine), log_config=None, timeout_graceful_shutdown=1
+                create_app(Settings(**settings), engine, fetcher), log_config=None, timeout_graceful_shutdown=1
             )
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

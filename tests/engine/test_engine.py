@@ -139,6 +139,33 @@ async def test_a_full_queue_refuses_and_a_cancelled_place_is_free_at_once(checkp
         assert (engine.num_running, engine.num_waiting) == (0, 0)
 
 
+async def test_what_is_fetched_first_takes_a_place_and_is_fetched_for_those_that_have_one(checkpoint: Path) -> None:
+    started, may_go = asyncio.Event(), asyncio.Event()
+
+    async def prefetch() -> None:
+        started.set()
+        await may_go.wait()
+
+    async with running(checkpoint, max_queue=1) as engine:
+        gone = asyncio.create_task(engine.generate(SMALL, request_id="gone", prefetch=prefetch))
+        await started.wait()
+        started.clear()
+        with pytest.raises(QueueFull):
+            await engine.generate(SMALL, request_id="third", prefetch=prefetch)
+        assert not started.is_set()
+        gone.cancel()
+        await asyncio.wait([gone])
+        may_go.set()
+        assert (await engine.generate(SMALL, request_id="next", prefetch=prefetch)).images
+        may_go.clear()
+        late = asyncio.create_task(engine.generate(SMALL, request_id="late", prefetch=prefetch))
+        await asyncio.sleep(0)
+        await engine.stop(0)
+        may_go.set()
+        with pytest.raises(EngineStopped):
+            await late
+
+
 async def test_cancelling_frees_the_worker_and_spares_the_neighbours(checkpoint: Path) -> None:
     started = asyncio.Event()
     async with running(checkpoint) as engine:
