@@ -29,12 +29,16 @@ class JsonBody:
 
 
 def media_type_of(request: Request, *expected: str) -> str:
-    """Which of the `expected` types the body has. Raises 415 for another one, or one that has to be unpacked first."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """Which of the `expected` types the body has. Raises 415 for another one, or one that has to be unpacked first.
+
+    A header that comes twice counts as the list of both, as HTTP has it, so none can hide behind another.
+    """
+    types, codings = (request.headers.getlist(name) for name in ("content-type", "content-encoding"))
+    media_type = types[0].partition(";")[0].strip().lower() if len(types) == 1 else ""
     if media_type not in expected:
         choice = " or ".join(f"'{name}'" for name in expected)
         raise unsupported_media_type(f"This route takes {choice}: set the content-type header.")
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+    if any(coding.strip().lower() != "identity" for coding in codings):
         raise unsupported_media_type("Compressed bodies are not taken: leave out the content-encoding header.")
     return media_type
 

@@ -368,6 +368,12 @@ async def test_compressed_bodies_are_415(client, refused, coding):
     refused(await client.post(URL, content=b'{"prompt": "a"}', headers=headers), 415)
 
 
+@pytest.mark.parametrize("more", [("content-type", "text/plain"), ("content-encoding", "gzip")])
+async def test_a_second_header_hides_behind_none(client, refused, more):
+    headers = [*JSON.items(), ("content-encoding", "identity"), more]
+    refused(await client.post(URL, content=b'{"prompt": "a"}', headers=headers), 415)
+
+
 @pytest.mark.parametrize(
     "headers", [{"content-type": "Application/JSON; charset=utf-8"}, {"content-encoding": "identity"}]
 )
