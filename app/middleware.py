@@ -47,7 +47,7 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         own_id = Headers(scope=scope).get("x-request-id", "")
-        request_id = own_id if REQUEST_ID.fullmatch(own_id) else f"req_{uuid.uuid4().hex}"
+        request_id = own_id if REQUEST_ID.fullmatch(own_id) else new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -59,6 +59,10 @@ class RequestContext:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
 
 
 def request_id_of(scope: Scope) -> str:

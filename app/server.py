@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.main import create_app
+from app.protocol import Protocol
 from app.settings import Settings
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which common proxies drop an idle connection
@@ -76,7 +77,7 @@ def serve(settings: Settings) -> None:
     app = create_app(settings)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=Protocol,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="on",
         log_config=None,

@@ -18,6 +18,7 @@ from PIL import Image
 
 from app.fetching import Fetcher
 from app.main import create_app
+from app.protocol import Protocol
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import NotReady, QueueFull, RequestCancelled
@@ -202,7 +203,10 @@ async def serve(engine: GradientEngine) -> AsyncIterator[Callable[..., Awaitable
             listener = socket.create_server(("127.0.0.1", 0))
             stack.callback(listener.close)
             config = uvicorn.Config(
-                create_app(Settings(**settings), engine, fetcher), log_config=None, timeout_graceful_shutdown=1
+                create_app(Settings(**settings), engine, fetcher),
+                http=Protocol,
+                log_config=None,
+                timeout_graceful_shutdown=1,
             )
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
