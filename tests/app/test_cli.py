@@ -27,6 +27,7 @@ from app.settings import Settings
 
 CHOICES = {
     "chat_content": "markdown",
+    "log_format": "json",
     "dtype": "auto",
     "worker": "inline",
     "policy": "fcfs",
