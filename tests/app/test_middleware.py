@@ -123,6 +123,18 @@ async def test_unknown_path_and_wrong_method_are_in_the_envelope(client, refused
     assert response.headers["allow"] == "POST"
 
 
+async def test_every_method_on_every_route_has_an_answer(client, engine, refused):
+    for path in {path for _, path in routes_of(create_app(Settings(), engine))}:
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FOO"):
+            response = await client.request(method, path)
+            assert response.status_code < 500 and response.headers["x-request-id"], (method, path)
+            if method == "HEAD":
+                assert not response.content
+            elif response.status_code >= 400:
+                refused(response, response.status_code, param=response.json()["error"]["param"])
+    assert engine.received == []
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
