@@ -26,6 +26,28 @@ from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, Enc
 from models.layout import Grid
 
 URL = "/v1/images/generations"
+SHOWN = {  # every family that dashboards and alerts may rely on: its type and its labels
+    "easel_requests": ("counter", {"endpoint", "outcome"}),
+    "easel_requests_running": ("gauge", set()),
+    "easel_requests_waiting": ("gauge", set()),
+    "easel_request_latency_seconds": ("histogram", set()),
+    "easel_queue_wait_seconds": ("histogram", set()),
+    "easel_time_to_first_partial_seconds": ("histogram", set()),
+    "easel_encode_seconds": ("histogram", set()),
+    "easel_prefill_seconds": ("histogram", set()),
+    "easel_denoise_step_seconds": ("histogram", set()),
+    "easel_vae_decode_seconds": ("histogram", set()),
+    "easel_file_encode_seconds": ("histogram", set()),
+    "easel_batch_rows": ("histogram", set()),
+    "easel_batch_tokens": ("histogram", set()),
+    "easel_backlog_seconds": ("gauge", set()),
+    "easel_images": ("counter", set()),
+    "easel_decode_graph": ("counter", {"result"}),
+    "easel_worker_restarts": ("counter", set()),
+    "easel_oom_retries": ("counter", set()),
+    "easel_gpu_memory_bytes": ("gauge", {"kind"}),
+    "easel_prompt_cache": ("counter", {"result"}),
+}
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -95,6 +117,22 @@ async def test_outcomes(client, engine, error, outcome):
     assert figures["easel_request_latency_seconds_count",] == 0
 
 
+async def test_every_promised_name_is_shown_with_its_type_and_labels(client, engine):
+    metrics = client._transport.app.state.services.metrics
+    step = DenoiseStep(BatchKey(Grid(4, 4), ()), (Sample("a", 0, 0),))
+    metrics.observe(WorkDone(EncodePrompt("a"), 1.0, shortcut="miss"))
+    metrics.observe(WorkDone(step, 1.0, rows=1, tokens=16, shortcut="eager"))
+    metrics.observe(DeviceMemory(1, 2, 3))
+    await client.post(URL, json={"prompt": "a"})
+    families = list(text_string_to_metric_families((await client.get("/metrics")).text))
+    shown = {}
+    for family in families:
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        if not family.name.endswith("_created"):
+            shown[family.name] = (family.type, labels)
+    assert shown.items() >= SHOWN.items()
+
+
 def test_work_is_counted():
     step = DenoiseStep(BatchKey(Grid(4, 4), ()), (Sample("a", 0, 0), Sample("b", 0, 7)))
     metrics = Metrics()
@@ -125,6 +163,8 @@ async def test_labels_stay_few_and_carry_nothing_of_a_client(client, engine):
         headers = {"x-request-id": f"canary-{number}"}
         await client.post(URL, json={"prompt": f"canary {number}", f"canary{number}": 1}, headers=headers)
         await client.post(URL, json={"prompt": f"canary {number}", "user": "canary"}, headers=headers)
+        await client.post(URL, json={"prompt": "a", "model": f"canary-{number}"})
+        await client.request(f"CANARY{number}", URL)
         for path in (f"/canary/{number}", f"/v1/images/requests/canary-{number}", f"/v1/models/canary{number}"):
             await client.get(path)
     text = (await client.get("/metrics")).text
