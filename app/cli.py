@@ -7,6 +7,7 @@ YAML mean the same. Whatever needs torch is imported by the command that needs i
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,7 +17,6 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from app.settings import Settings, SettingsError, load_settings, split_commas
-from engine.logs import configure_logging
 
 SERVE_FLAGS = tuple(name for name in Settings.model_fields if name != "model")
 WEIGHT_FLAGS = (
@@ -24,9 +24,8 @@ WEIGHT_FLAGS = (
 )  # fmt: skip
 GENERATE_FLAGS = (
     "config", "device", "dtype", *WEIGHT_FLAGS, "fp8_first_steps", "fp8_last_steps", "prefix_kv_dtype", "log_level",
-    "log_format",
 )  # fmt: skip
-QUANTIZE_FLAGS = ("config", *WEIGHT_FLAGS, "log_level", "log_format")
+QUANTIZE_FLAGS = ("config", *WEIGHT_FLAGS, "log_level")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = load_settings(**{name: value for name, value in vars(args).items() if name in Settings.model_fields})
     except SettingsError as error:
         raise SystemExit(f"easel: {error}") from error
-    configure_logging(settings.log_config())
+    configure_logging(settings)
     try:
         if args.command == "serve":
             from app.server import serve
@@ -168,3 +167,9 @@ def help_of(field: FieldInfo) -> str:
         return text
     default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
     return f"{text} [{default}]"
+
+
+def configure_logging(settings: Settings) -> None:
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )

@@ -22,7 +22,6 @@ from pydantic_settings import (
 )
 
 from engine.config import EngineConfig
-from engine.logs import LogConfig
 from models.precision import Precision
 
 ENV_PREFIX = "EASEL_"
@@ -110,9 +109,6 @@ class Settings(BaseSettings):
         (), description="Origin, like https://a.example, whose pages may call this service; * means all."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
-    log_format: Literal["text", "json"] = Field(
-        "text", description="Form of the log: text for people, or an object of JSON a line."
-    )
 
     worker: Literal["process", "inline"] = Field(
         "process", description="Where the model runs: a process that is replaced when it dies, or a thread, to debug."
@@ -215,9 +211,6 @@ class Settings(BaseSettings):
         yaml_settings = InitSettingsSource(settings_cls, read_yaml(Path(config)) if config else {})
         return init_settings, env_settings, yaml_settings
 
-    def log_config(self) -> LogConfig:
-        return LogConfig(self.log_level, as_json=self.log_format == "json")
-
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine is built from."""
         from models.folder import embedded_checkpoint
@@ -227,7 +220,6 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             worker=self.worker,
-            log=self.log_config(),
             decode_graphs=self.decode_graphs,
             eager=self.eager,
             warm_sizes_px=tuple(pixels_of(size) for size in self.warm_sizes),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.logs import AS_TEXT, LogConfig
 from models.precision import AS_STORED, Precision
 
 
@@ -14,12 +13,12 @@ class EngineConfig:
 
     `model` is a checkpoint folder or a hub id. `device` is "auto", "cpu", "cuda" or "cuda:N"; `dtype` is "auto"
     (float32 on the CPU, bfloat16 on CUDA), "float32" or "bfloat16". `worker` runs the device's loop in a "process" of
-    its own, which is replaced when it dies and logs as `log` says, or "inline" in a thread. `max_queue` bounds the
-    requests that are admitted and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a
-    request that has been here for `max_stretch` times its isolated time leads in any case. A worker that does not
-    finish an item of work within `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise
-    steps replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures
-    of `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. None leaves a
+    its own, which is replaced when it dies, or "inline" in a thread. `max_queue` bounds the requests that are admitted
+    and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a request that has been here
+    for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
+    `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
+    replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
+    `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. None leaves a
     default to the checkpoint.
     """
 
@@ -27,7 +26,6 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     worker: str = "process"
-    log: LogConfig = AS_TEXT
     max_queue: int = 64
     max_batch_rows: int = 8
     policy: str = "shortest"

@@ -114,7 +114,6 @@ class Engine:
                 policy=Policy(config.policy),
             ),
             in_process=config.worker == "process",
-            log_config=config.log,
             hang_timeout_s=config.hang_timeout_s,
             on_event=self._on_event,
             on_death=self._on_death,

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
-from engine.logs import LogConfig, configure_logging
 from engine.messages import Command, Event, Stop, WorkerFailed
 from engine.scheduler import Limits
 from engine.worker import WorkerLoop
@@ -60,17 +59,12 @@ class Host(Protocol):
 class ProcessHost:
     """A worker in a spawned process."""
 
-    def __init__(
-        self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit, log_config: LogConfig
-    ) -> None:
+    def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._worker_end = context.Pipe()
         self._active = context.RawArray(ctypes.c_char, ACTIVE_BYTES)
         self._process = context.Process(
-            target=worker_main,
-            args=(self._worker_end, self._active, load, limits, log_config),
-            name="easel-worker",
-            daemon=True,
+            target=worker_main, args=(self._worker_end, self._active, load, limits), name="easel-worker", daemon=True
         )
         self._on_event, self._on_exit = on_event, on_exit
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -186,14 +180,12 @@ def run_loop(
     return 0
 
 
-def worker_main(
-    pipe: Connection, active: ctypes.Array[ctypes.c_char], load: LoadRunner, limits: Limits, log_config: LogConfig
-) -> None:
+def worker_main(pipe: Connection, active: ctypes.Array[ctypes.c_char], load: LoadRunner, limits: Limits) -> None:
     """The whole life of a worker process."""
     for number in SERVICE_SIGNALS:  # the service decides when its worker ends
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVICE_SIGNALS)
-    configure_logging(log_config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     outbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
 

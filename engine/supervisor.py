@@ -7,7 +7,6 @@ SIGKILL that neither the kernel's out-of-memory killer nor this supervisor sent 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import signal
 import time
@@ -16,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.host import Host, LoadRunner, OnEvent, OnExit, ProcessHost, ThreadHost
-from engine.logs import LogConfig
+from engine.host import Host, LoadRunner, ProcessHost, ThreadHost
 from engine.messages import Command, Event, Stop, WorkDone, WorkerFailed, WorkerReady
 from engine.scheduler import Limits
 from models.errors import CheckpointError
@@ -47,7 +45,6 @@ class Supervisor:
         limits: Limits,
         *,
         in_process: bool,
-        log_config: LogConfig,
         hang_timeout_s: float,
         on_event: Callable[[Event], None],
         on_death: Callable[[Death], None],
@@ -55,9 +52,7 @@ class Supervisor:
         is_busy: Callable[[], bool],
     ) -> None:
         self._load, self._limits = load, limits
-        self._new_host: Callable[[LoadRunner, Limits, OnEvent, OnExit], Host] = (
-            functools.partial(ProcessHost, log_config=log_config) if in_process else ThreadHost
-        )
+        self._host_type = ProcessHost if in_process else ThreadHost
         self._hang_timeout_s = hang_timeout_s
         self._on_event, self._on_death, self._on_give_up = on_event, on_death, on_give_up
         self._is_busy = is_busy
@@ -119,7 +114,7 @@ class Supervisor:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._exited, host, code)
 
-        host = self._host = self._new_host(self._load, self._limits, on_event, on_exit)
+        host = self._host = self._host_type(self._load, self._limits, on_event, on_exit)
         await asyncio.to_thread(host.start)
 
     def _receive(self, host: Host, event: Event) -> None:

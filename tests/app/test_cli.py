@@ -27,7 +27,6 @@ from app.settings import Settings
 
 CHOICES = {
     "chat_content": "markdown",
-    "log_format": "json",
     "dtype": "auto",
     "worker": "inline",
     "policy": "fcfs",
