@@ -16,7 +16,10 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from app.logs import configure
 from app.settings import Settings, SettingsError, load_settings, split_commas
+
+logger = logging.getLogger(__name__)
 
 SERVE_FLAGS = tuple(name for name in Settings.model_fields if name != "model")
 WEIGHT_FLAGS = (
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = load_settings(**{name: value for name, value in vars(args).items() if name in Settings.model_fields})
     except SettingsError as error:
         raise SystemExit(f"easel: {error}") from error
-    configure_logging(settings)
+    configure(settings.log_level, settings.log_format)
     try:
         if args.command == "serve":
             from app.server import serve
@@ -55,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             generate(args, settings)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        if settings.log_format == "json" and isinstance(end.code, str):  # which Python would print as it is
+            logger.critical("%s", end.code)
+            sys.exit(1)
+        raise
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -167,9 +175,3 @@ def help_of(field: FieldInfo) -> str:
         return text
     default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
     return f"{text} [{default}]"
-
-
-def configure_logging(settings: Settings) -> None:
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )

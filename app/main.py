@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -15,11 +16,13 @@ from app.errors import install_handlers
 from app.fetching import Fetcher
 from app.jobs import Jobs
 from app.links import Links
+from app.logs import load_logged
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, CrossOrigin, RequestContext, UnforeseenErrors
 from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
 from engine.engine import Engine, EngineState
+from engine.loading import load_runner
 from models.errors import CheckpointError
 
 CLOSING = (EngineState.DRAINING, EngineState.STOPPED)
@@ -38,7 +41,7 @@ def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetche
     counted = Metrics()
     services = Services(
         settings=settings,
-        engine=engine or Engine(settings.engine_config(), observe=counted.observe),
+        engine=engine or make_engine(settings, counted),
         metrics=counted,
         links=Links(max_bytes=settings.link_store_bytes, lifetime_s=settings.link_seconds),
         fetcher=fetcher or Fetcher(settings.allow_fetch, max_bytes=settings.max_image_bytes),
@@ -65,6 +68,13 @@ def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetche
         app.add_middleware(CrossOrigin, origins=settings.cors_origin)
     app.add_middleware(RequestContext, is_closing=lambda: app.state.engine.state in CLOSING)
     return app
+
+
+def make_engine(settings: Settings, counted: Metrics) -> Engine:
+    """The engine that the settings ask for. Its worker logs like this process."""
+    config = settings.engine_config()
+    load = partial(load_logged, settings.log_level, settings.log_format, partial(load_runner, config))
+    return Engine(config, load=load, observe=counted.observe)
 
 
 @asynccontextmanager

@@ -13,9 +13,11 @@ import contextlib
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 
+import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -26,6 +28,7 @@ from app.errors import ApiError, internal_error, payload_too_large
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
 BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
@@ -49,20 +52,51 @@ class RequestContext:
         own_id = Headers(scope=scope).get("x-request-id", "")
         request_id = own_id if REQUEST_ID.fullmatch(own_id) else new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
+        structlog.contextvars.bind_contextvars(request_id=request_id)  # in every record of this request's task
+        started_s, received, sent, status = time.perf_counter(), 0, 0, 0
+
+        async def counted_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
 
         async def send_with_id(message: Message) -> None:
+            nonlocal sent, status
+            sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if self.is_closing():
                     headers["connection"] = "close"
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, counted_receive, send_with_id)
+        finally:
+            log_answer(scope, status, time.perf_counter() - started_s, received, sent)
 
 
 def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
+
+
+def log_answer(scope: Scope, status: int, seconds: float, received: int, sent: int) -> None:
+    """One record for each answer; of its path, only the pattern of the route that took it. Status 0: nobody waited."""
+    quiet = scope["path"] in PROBES or scope["path"] == "/metrics"
+    logger.log(
+        logging.DEBUG if quiet else logging.INFO,
+        "answered",
+        extra={
+            "method": scope["method"] if scope["method"] in METHODS else "other",
+            "route": getattr(scope.get("route"), "path", None),
+            "status": status,
+            "seconds": round(seconds, 3),
+            "received_bytes": received,
+            "sent_bytes": sent,
+        },
+    )
 
 
 def request_id_of(scope: Scope) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from app.logs import LogFormat
 from app.main import create_app
 from app.protocol import Protocol
 from app.settings import Settings
@@ -33,9 +34,10 @@ class Server(uvicorn.Server):
     for connections, and tell the application only when they are gone.
     """
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, log_format: LogFormat) -> None:
         super().__init__(config)
         self.app = app
+        self.log_format = log_format
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve, and end the process: nothing is left to do then, but threads that still import or fetch, and a large
@@ -45,7 +47,7 @@ class Server(uvicorn.Server):
         if not self.started:
             reason = "the service could not start; its log says why"
         if reason:
-            print(f"easel: {reason}", file=sys.stderr)
+            last_words(reason, self.log_format)
         os._exit(1 if reason else 0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -70,6 +72,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def last_words(reason: str, log_format: LogFormat) -> None:
+    """Why the process ends, as the last thing on standard error."""
+    if log_format == "json":
+        logger.critical("%s", reason)
+    else:
+        print(f"easel: {reason}", file=sys.stderr)
+
+
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM, drain, and end the process: status 0, or 1 and the reason on standard error."""
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until there is something to drain
@@ -81,12 +91,13 @@ def serve(settings: Settings) -> None:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="on",
         log_config=None,
+        access_log=False,  # RequestContext writes one line for each answer, without what clients put into paths
         log_level=settings.log_level,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
-    server = Server(config, app)
+    server = Server(config, app, settings.log_format)
 
     def stop_server() -> None:
         server.should_exit = True

@@ -21,6 +21,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.logs import LogFormat
 from engine.config import EngineConfig
 from models.precision import Precision
 
@@ -109,6 +110,7 @@ class Settings(BaseSettings):
         (), description="Origin, like https://a.example, whose pages may call this service; * means all."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    log_format: LogFormat = Field("text", description="json logs one object a line, for a collector.")
 
     worker: Literal["process", "inline"] = Field(
         "process", description="Where the model runs: a process that is replaced when it dies, or a thread, to debug."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import engine.engine
 from app.cli import main
 from engine.config import EngineConfig
 
@@ -19,5 +18,7 @@ def load(config: EngineConfig) -> Runner:
 
 
 if __name__ == "__main__":
-    engine.engine.load_runner = load
+    import app.main
+
+    app.main.load_runner = load
     main()

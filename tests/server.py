@@ -32,7 +32,7 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
     def wait_for_port(self, deadline: float) -> None:
-        while not (match := re.search(r"listening on (http://\S+)", self.log)):
+        while not (match := re.search(r"listening on (http://[\w.:\[\]]+)", self.log)):
             self.check_alive(deadline)
         self.url = match[1]
 

@@ -28,6 +28,7 @@ from app.settings import Settings
 CHOICES = {
     "chat_content": "markdown",
     "dtype": "auto",
+    "log_format": "json",
     "worker": "inline",
     "policy": "fcfs",
     "prefix_kv_dtype": "fp8_v",
