@@ -8,7 +8,7 @@ VENV := .venv
 CLIENTS := .venv-clients
 ARGS ?=
 
-.PHONY: serve test lint format clean
+.PHONY: serve test lint format settings-page clean
 
 serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
@@ -24,6 +24,9 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+settings-page: $(VENV)/.installed
+	$(VENV)/bin/python -m app.settings_page > docs/settings.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
