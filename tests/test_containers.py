@@ -29,9 +29,11 @@ INSTRUCTIONS = [
     if line and not line.startswith("#")
 ]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+ALL_SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVICES = {name: service for name, service in ALL_SERVICES.items() if service["image"] == "easel"}
 
 each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
+every_container = pytest.mark.parametrize("service", ALL_SERVICES.values(), ids=ALL_SERVICES.keys())
 
 
 def instructions(name: str) -> list[str]:
@@ -112,23 +114,44 @@ def test_service_settings_are_real(service: dict[str, Any], monkeypatch: pytest.
 
 @each_service
 def test_service_is_looked_after(service: dict[str, Any]) -> None:
-    assert service["init"] is True
-    assert service["restart"] == "unless-stopped"
     (health,) = instructions("HEALTHCHECK")
     assert health.endswith(service["healthcheck"]["test"].replace("$$", "$"))
-    assert service["build"]["args"].keys() <= {line.partition("=")[0] for line in instructions("ARG")}
+    (user,) = instructions("USER")
+    assert service["user"] == f"{user}:{user}"
+
+
+@every_container
+def test_container_is_hardened(service: dict[str, Any]) -> None:
+    assert service["init"] is True and service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+    assert service["pids_limit"] and service["mem_limit"]
+    assert service["restart"].startswith("on-failure:"), "ends with 0 when asked to, and must not crash for ever"
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_the_service_behind_the_edge_reaches_nobody() -> None:
+    assert COMPOSE["networks"]["inner"]["internal"] is True
+    assert SERVICES["easel-inner"]["networks"] == ["inner"] and "ports" not in SERVICES["easel-inner"]
+    assert ALL_SERVICES["edge"]["environment"]["EASEL_UPSTREAM"] == "easel-inner:8000"
+
+
+@every_container
+def test_what_is_mounted_exists(service: dict[str, Any]) -> None:
+    for source, *_ in (volume.split(":") for volume in service.get("volumes", [])):
+        assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
 
 
 def test_plain_up_starts_the_cpu_service_alone() -> None:
-    assert [name for name, service in SERVICES.items() if not service.get("profiles")] == ["easel"]
+    assert [name for name, service in ALL_SERVICES.items() if not service.get("profiles")] == ["easel"]
     assert SERVICES["easel-gpu"]["profiles"] == ["gpu"]
     (device,) = SERVICES["easel-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
 
 
 def test_published_ports_differ_and_reach_the_image() -> None:
-    published = [port.split(":") for service in SERVICES.values() for port in service["ports"]]
-    assert {container for *_, container in published} == set(instructions("EXPOSE"))
+    published = [port.split(":") for service in ALL_SERVICES.values() for port in service.get("ports", [])]
+    ours = [port.split(":") for service in SERVICES.values() for port in service.get("ports", [])]
+    assert {container for *_, container in ours} == set(instructions("EXPOSE"))
     assert len({host for _, host, _ in published}) == len(published)
 
 
