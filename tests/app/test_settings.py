@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from app.settings import Settings, SettingsError, load_settings
 from engine.config import EngineConfig
 from models.folder import embedded_checkpoint
+from models.precision import Precision
 
 
 @pytest.fixture(autouse=True)
@@ -162,8 +163,17 @@ def test_engine_config_is_handed_every_choice() -> None:
         "default_num_steps": 9,
     }
     other = {"hang_timeout_seconds": 5, "default_resolution": 512, "warm_sizes": "64x96,128x128"}
+    parts = {"transformer": "fp8", "text_encoder": "fp8", "prefix_kv": "fp8_v"}
+    counts = {"first_blocks": 1, "last_blocks": 2, "first_steps": 3, "last_steps": 4}
+    other |= {f"{name}_dtype": value for name, value in parts.items()} | {"fp8_ignored_layers": "a,b"}
+    other |= {f"fp8_{name}": value for name, value in counts.items()}
     config = load_settings(**choices, **other).engine_config()
-    renamed = {"hang_timeout_s": 5.0, "default_resolution_px": 512, "warm_sizes_px": ((64, 96), (128, 128))}
+    renamed = {
+        "precision": Precision(**parts, **counts, ignored_layers=("a", "b")),
+        "hang_timeout_s": 5.0,
+        "default_resolution_px": 512,
+        "warm_sizes_px": ((64, 96), (128, 128)),
+    }
     assert config == EngineConfig(**choices, **renamed)  # type: ignore[arg-type]
     assert {*choices, *renamed} == {field.name for field in fields(EngineConfig)}
 
