@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -21,16 +22,22 @@ from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, CrossOrigin, RequestContext, UnforeseenErrors
 from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
+from app.tracing import RequestSpans, exporting_tracer, record_stages
 from engine.engine import Engine, EngineState
 from engine.loading import load_runner
 from models.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 CLOSING = (EngineState.DRAINING, EngineState.STOPPED)
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetcher | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, engine: Engine | None = None, fetcher: Fetcher | None = None, tracer: Tracer | None = None
+) -> FastAPI:
     """The whole service. It answers at once, and turns ready when the engine has loaded.
 
     If the model can't be loaded, or its worker not be replaced, `app.state.failure` becomes the reason, as a sentence
@@ -38,7 +45,9 @@ def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetche
     and exits non-zero. `app.state.drain` is a coroutine function, there once the application has started.
     """
     app = FastAPI(title="Easel", docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
-    counted = Metrics()
+    if settings.otlp_endpoint and tracer is None:
+        tracer = exporting_tracer(settings.otlp_endpoint)
+    counted = Metrics(partial(record_stages, tracer)) if tracer else Metrics()
     services = Services(
         settings=settings,
         engine=engine or make_engine(settings, counted),
@@ -66,6 +75,8 @@ def create_app(settings: Settings, engine: Engine | None = None, fetcher: Fetche
     app.add_middleware(UnforeseenErrors)
     if settings.cors_origin:
         app.add_middleware(CrossOrigin, origins=settings.cors_origin)
+    if tracer:
+        app.add_middleware(RequestSpans, tracer=tracer)
     app.add_middleware(RequestContext, is_closing=lambda: app.state.engine.state in CLOSING)
     return app
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
@@ -18,7 +19,7 @@ from app.errors import ApiError
 from engine.engine import Engine, Observation, WorkerRestarted
 from engine.errors import DeadlineExceeded, EngineStopped, InvalidRequest, NotReady, QueueFull, RequestCancelled
 from engine.messages import DeviceMemory, OutOfMemoryRetried, WorkDone
-from engine.request import GenerationResult
+from engine.request import GenerationResult, Timings
 from engine.work import DecodeImage, DecodePreview, DenoiseStep, EncodePrompt, Prefill
 
 ITEM_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -77,7 +78,8 @@ class Counting:
 class Metrics:
     """Counts what the engine tells (`observe`) and how requests end (`counting`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_delivered: Callable[[Timings, float], None] = lambda timings, file_s: None) -> None:
+        self._on_delivered = on_delivered
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "easel_requests", "Requests for pictures by outcome.", ("endpoint", "outcome"), registry=self._registry
@@ -162,6 +164,7 @@ class Metrics:
         self._images.inc(len(result.images))
         self._queue_wait.observe(result.timings.queue_s)
         self._file_encode.observe(file_s)
+        self._on_delivered(result.timings, file_s)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -111,6 +111,12 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: LogFormat = Field("text", description="json logs one object a line, for a collector.")
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$")] | None = Field(
+        None,
+        validation_alias=AliasChoices("otlp_endpoint", ENV_PREFIX + "OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        description="Collector for traces, OTLP over HTTP; also OTEL_EXPORTER_OTLP_ENDPOINT. Needs the extra otel.",
+    )
 
     worker: Literal["process", "inline"] = Field(
         "process", description="Where the model runs: a process that is replaced when it dies, or a thread, to debug."
