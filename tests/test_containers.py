@@ -208,3 +208,17 @@ def test_healthcheck(probed: str) -> None:
     assert loading.returncode == 1
     assert b"503" in loading.stderr
     assert check("http://127.0.0.1:1/health/ready").returncode == 1
+
+
+def test_kubernetes_starts_what_the_image_and_the_settings_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, service, scaler = yaml.safe_load_all((ROOT / "docker" / "kubernetes" / "easel.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    settings = settings_of({entry["name"]: entry.get("value") for entry in container["env"]}, monkeypatch)
+    assert pod["terminationGracePeriodSeconds"] > settings.drain_seconds + 10
+    assert [str(port["containerPort"]) for port in container["ports"]] == instructions("EXPOSE")
+    assert container["startupProbe"]["httpGet"]["path"] == container["readinessProbe"]["httpGet"]["path"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
+    assert str(pod["securityContext"]["runAsUser"]) in instructions("USER") and pod["enableServiceLinks"] is False
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == "easel_backlog_seconds"
