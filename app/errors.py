@@ -89,6 +89,10 @@ def payload_too_large(message: str, *, param: str | None = None) -> ApiError:
     return ApiError(413, message, param=param, code="payload_too_large")
 
 
+def too_slow(what: str) -> ApiError:
+    return ApiError(408, f"{what} did not arrive in time.", code="request_timeout", headers={"connection": "close"})
+
+
 def unsupported_media_type(message: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 

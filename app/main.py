@@ -67,7 +67,9 @@ def create_app(
     for routes in (images, chat, files, requests, models, health, metrics, playground):
         app.include_router(routes.router)
 
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the outermost
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, patience_s=settings.request_seconds
+    )  # the last one added is the outermost
     if settings.api_key:
         keys = [key.get_secret_value() for key in settings.api_key]
         open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES

@@ -7,6 +7,7 @@ waits for would then be drawn to its end.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -23,12 +24,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import ApiError, internal_error, payload_too_large
+from app.errors import ApiError, internal_error, payload_too_large, too_slow
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+MIN_BODY_RATE = 8 * 1024  # bytes a second
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
 BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
@@ -211,11 +213,13 @@ def given_key(method: str, headers: Headers) -> bytes:
 
 
 class BodyLimit:
-    """Raises 413 inside the route as soon as a body is known to be over `max_bytes`, whether it has a length or not."""
+    """Raises 413 inside the route once a body is known to be over `max_bytes`, whether it has a length or not, and
+    408 once it was waited for longer than `patience_s` and what `MIN_BODY_RATE` allows for its bytes so far."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -226,12 +230,21 @@ class BodyLimit:
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self.max_bytes:
             await too_large.response()(scope, receive, send)
             return
-        received = 0
+        received, waited_s, is_complete = 0, 0.0, False
 
         async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, waited_s, is_complete
+            if is_complete:  # what comes now is the end of the connection, whenever that is
+                return await receive()
+            began_s = time.monotonic()
+            try:
+                async with asyncio.timeout(self.patience_s + received / MIN_BODY_RATE - waited_s):
+                    message = await receive()
+            except TimeoutError:
+                raise too_slow("The body") from None
+            waited_s += time.monotonic() - began_s
             received += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
             if received > self.max_bytes:
                 raise too_large
             return message

@@ -87,7 +87,7 @@ def serve(settings: Settings) -> None:
     app = create_app(settings)
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=Protocol.waiting(settings.request_seconds),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="on",
         log_config=None,

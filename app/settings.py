@@ -177,6 +177,9 @@ class Settings(BaseSettings):
     job_store_bytes: int = Field(
         512 * 2**20, ge=1, description="Memory for the answers to background jobs; the oldest give way to new ones."
     )
+    request_seconds: float = Field(
+        10.0, gt=0, allow_inf_nan=False, description="Time for a request's head, and between parts of its body."
+    )
     heartbeat_seconds: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="A stream with nothing to tell sends a comment this often."
     )

@@ -202,9 +202,10 @@ async def serve(engine: GradientEngine) -> AsyncIterator[Callable[..., Awaitable
         async def serve(*, fetcher: Fetcher | None = None, **settings: object) -> httpx.AsyncClient:
             listener = socket.create_server(("127.0.0.1", 0))
             stack.callback(listener.close)
+            chosen = Settings(**settings)
             config = uvicorn.Config(
-                create_app(Settings(**settings), engine, fetcher),
-                http=Protocol,
+                create_app(chosen, engine, fetcher),
+                http=Protocol.waiting(chosen.request_seconds),
                 log_config=None,
                 timeout_graceful_shutdown=1,
             )
