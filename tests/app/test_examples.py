@@ -16,6 +16,7 @@ URL = "http://localhost:8000"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PICTURES = {
     "README.md": {"out.png"},
+    "docs/api.md": {"generated.png", "edited.png"},
     "docs/clients.md": {
         *("circle.png", "blue.png", "both.png", "circle-0.png", "circle-1.png", "edited.png"),
         *("preview-0.png", "preview-1.png", "preview-2.png", "finished.png", "star.png"),
