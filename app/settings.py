@@ -100,6 +100,9 @@ class Settings(BaseSettings):
     fp8_last_steps: int = Field(0, ge=0, description="Last steps of a picture without fp8, in the same way.")
     decode_graphs: bool = Field(True, description="Whether denoise steps are captured as CUDA graphs and replayed.")
     eager: bool = Field(False, description="Whether to do without fused kernels and graphs on a GPU, to debug.")
+    vae_tiling: Literal["auto", "on", "off"] = Field(
+        "auto", description="Whether the VAE works in 512-pixel tiles; auto does so where the whole does not fit."
+    )
     warm_sizes: Sizes = Field((), description="Sizes, like 1536x1024, that are prepared for before it is ready.")
 
     host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
@@ -233,6 +236,7 @@ class Settings(BaseSettings):
             worker=self.worker,
             decode_graphs=self.decode_graphs,
             eager=self.eager,
+            vae_tiling=self.vae_tiling,
             warm_sizes_px=tuple(pixels_of(size) for size in self.warm_sizes),
             precision=Precision(
                 transformer=self.transformer_dtype,

@@ -18,8 +18,8 @@ class EngineConfig:
     for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
     `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
     replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
-    `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. None leaves a
-    default to the checkpoint.
+    `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. The VAE works in
+    tiles when `vae_tiling` is "on", or "auto" and the whole does not fit. None leaves a default to the checkpoint.
     """
 
     model: str
@@ -33,6 +33,7 @@ class EngineConfig:
     hang_timeout_s: float = 60.0
     decode_graphs: bool = True
     eager: bool = False
+    vae_tiling: str = "auto"
     warm_sizes_px: tuple[tuple[int, int], ...] = ()
     precision: Precision = AS_STORED
     max_output_pixels: int = 2048 * 2048

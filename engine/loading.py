@@ -68,7 +68,7 @@ def load_runner(config: EngineConfig) -> Runner:
     max_target_tokens = config.max_output_pixels // configs.px_per_token**2
     covered = [cover(size_px, configs.size_multiple_px) for size_px in config.warm_sizes_px]
     warm_grids = [Grid.of_pixels(*size_px, configs.px_per_token) for size_px in covered]
-    return Runner(model, max_target_tokens, config.decode_graphs, warm_grids)
+    return Runner(model, max_target_tokens, config.decode_graphs, warm_grids, config.vae_tiling)
 
 
 async def in_detached_thread(work: Callable[[], T]) -> T:

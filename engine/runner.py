@@ -30,6 +30,7 @@ from models.prefix_kv import Prefix
 from models.rope import target_table
 from models.sampling import clean_estimate, euler_update, guide, starting_noise
 from models.tensor_cache import CACHE_BYTES, TensorCache
+from models.tiling import TiledVae
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Runner:
         max_target_tokens: int,
         decode_graphs: bool = True,
         warm_grids: Sequence[Grid] = (),
+        vae_tiling: str = "auto",
     ) -> None:
         """`max_target_tokens` is the largest picture's; memory is kept free for decoding one. Pictures of `warm_grids`
         are prepared for before the first request comes."""
@@ -71,6 +73,7 @@ class Runner:
         self.max_target_tokens = max_target_tokens
         self.warm_grids = tuple(warm_grids)
         self._decoder, self._exact_decoder = model.decoders(decode_graphs)
+        self._vae = TiledVae(model.vae, vae_tiling)
         self.shortcut = ""  # of the last item, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)
         self._images = TensorCache(CACHE_BYTES)
@@ -182,7 +185,7 @@ class Runner:
 
     def _encode_image(self, image: ConditionImage) -> Tensor:
         pixels = torch.from_numpy(image.rgba).to(self._model.device).permute(2, 0, 1).unsqueeze(0).float()
-        latents = self._model.vae.encode((pixels / 127.5 - 1).to(self._model.dtype))
+        latents = self._vae.encode((pixels / 127.5 - 1).to(self._model.dtype))
         return latents[0].flatten(1).T.contiguous()
 
     def _prefill(self, state: _State) -> None:
@@ -238,7 +241,7 @@ class Runner:
         latents = latents.T.unflatten(1, (grid.height, grid.width)).unsqueeze(0)
         if not bool(latents.isfinite().all()):
             raise GenerationFailed("The model produced no finite picture for this request.")
-        pixels = self._model.vae.decode(latents)[0].permute(1, 2, 0)
+        pixels = self._vae.decode(latents)[0].permute(1, 2, 0)
         picture: np.ndarray = ((pixels.float() * 0.5 + 0.5) * 255).round().to(torch.uint8).contiguous().cpu().numpy()
         rows, columns = state.request.crop
         return np.ascontiguousarray(picture[rows, columns])

@@ -282,9 +282,11 @@ class Vae(nn.Module):
         self.quant_conv = conv(2 * config.z_dim, 2 * config.z_dim, 1)
         self.post_quant_conv = conv(config.z_dim, config.z_dim, 1)
         self.decoder = Decoder(config)
+        self.is_fused = False
 
     def fuse(self) -> None:
         """Switch to the fused kernels, for good; see the module's head."""
+        self.is_fused = True
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for module in self.modules():
             if isinstance(module, RMSNorm | ResidualBlock | UpBlock):

@@ -34,6 +34,7 @@ CHOICES = {
     "prefix_kv_dtype": "fp8_v",
     "text_encoder_dtype": "fp8",
     "transformer_dtype": "fp8",
+    "vae_tiling": "on",
 }  # a word that the flag takes
 START_SECONDS = 120  # torch alone takes ten on a busy machine
 

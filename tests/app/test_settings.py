@@ -154,6 +154,7 @@ def test_engine_config_is_handed_every_choice() -> None:
         "dtype": "bfloat16",
         "worker": "inline",
         "decode_graphs": False,
+        "vae_tiling": "on",
         "eager": True,
         "policy": "fcfs",
         "max_stretch": 3.5,

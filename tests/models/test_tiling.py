@@ -1,11 +1,22 @@
 """Tiles: every cell is covered, what they make is what the whole makes, and a failed allocation halves them."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from skimage import data
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.tiling import in_tiles, plan, shrinking
+from models.checkpoint import TensorFiles, load_weights
+from models.config import CheckpointConfigs
+from models.folder import embedded_checkpoint
+from models.tiling import TiledVae, in_tiles, plan, shrinking
+from models.vae import UNUSED_WEIGHTS, Vae
+from tests.models.conftest import Pair
+from tests.oracle import psnr_db
 
 SIZES = [2, 8, 31, 32, 33, 34, 56, 57, 90, 256]
 
@@ -75,3 +86,50 @@ def test_the_failure_of_the_smallest_tile_is_the_callers() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         shrinking(run)
     assert seen == [512, 256, 128]
+
+
+@pytest.mark.parametrize("kind", ["decode", "encode"])
+def test_auto_takes_the_whole_first_and_tiles_after_a_failed_allocation(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    vae = pairs["first"].model.vae
+    x = torch.zeros(1, vae.config.z_dim, 34, 2) if kind == "decode" else torch.zeros(1, 4, 544, 32)
+    run, fail = getattr(Vae, kind), [True]
+    sides: list[int] = []
+
+    def limited(self: Vae, given: Tensor) -> Tensor:
+        sides.append(given.shape[2])
+        if fail[0] and given.shape[2] == x.shape[2]:
+            raise torch.OutOfMemoryError
+        return run(self, given)
+
+    monkeypatch.setattr(Vae, kind, limited)
+    tiled = TiledVae(vae, "auto")
+    with torch.inference_mode():
+        in_parts = getattr(tiled, kind)(x)
+        fail[0] = False
+        whole = getattr(tiled, kind)(x)
+    cell = x.shape[2] // 34
+    assert sides == [34 * cell, 32 * cell, 32 * cell, 34 * cell]
+    assert in_parts.shape == whole.shape
+
+
+@pytest.mark.parametrize("size_px", [(640, 768), (1056, 544)])
+def test_a_photograph_in_tiles_is_the_photograph(size_px: tuple[int, int]) -> None:
+    """Through a network that was trained, there and back; its attention over all positions keeps it from equality."""
+    configs = CheckpointConfigs.read(embedded_checkpoint())
+    with torch.device("meta"):
+        vae = Vae(configs.vae)
+    files = TensorFiles(configs.folder / "vae", "diffusion_pytorch_model")
+    cpu = torch.device("cpu")
+    load_weights(
+        vae, files, dtype=torch.float32, device=cpu, published_names=lambda name: (name,), unused=UNUSED_WEIGHTS
+    )
+    photograph = Image.fromarray(data.coffee()).convert("RGBA").resize(size_px)
+    pixels = torch.from_numpy(np.array(photograph)).permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.inference_mode():
+        whole, tiled = (part.decode(part.encode(pixels))[0] for part in (TiledVae(vae, "off"), TiledVae(vae, "on")))
+    ours, theirs = (((part + 1) * 127.5).round().to(torch.uint8).numpy() for part in (tiled, whole))
+    assert not np.array_equal(ours, theirs)
+    assert psnr_db(ours, theirs) >= 45
+    assert psnr_db(theirs, np.array(photograph).transpose(2, 0, 1)) > 20
