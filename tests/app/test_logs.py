@@ -24,6 +24,7 @@ def restored() -> Iterator[None]:
     """Leave logging as the other tests know it."""
     root = logging.getLogger()
     before = root.handlers[:], root.level, sys.excepthook, threading.excepthook
+    logging.captureWarnings(False)  # whatever ran before: a second call for the same does nothing
     yield
     root.handlers[:], level, sys.excepthook, threading.excepthook = before
     root.setLevel(level)
