@@ -114,6 +114,9 @@ def to_rgba(image: Image.Image) -> Image.Image:
     return image.convert("RGBA")
 
 
+USED_ALPHA = 224  # below it a pixel can be seen through; a network that draws an opaque picture leaves some at 240
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
     """An encoded output, and whether it kept an alpha channel."""
@@ -124,11 +127,12 @@ class EncodedImage:
 
 def encode(pixels: np.ndarray, output_format: OutputFormat, background: Background, compression: int) -> EncodedImage:
     """Encode (height, width, 4) uint8 RGBA. `compression` is the quality, 0 to 100, of the lossy formats."""
-    uses_alpha = bool((pixels[..., 3] < 255).any())
+    alpha = pixels[..., 3]
+    uses_alpha = bool((alpha < USED_ALPHA).any())
     transparent = background == "transparent" or (background == "auto" and uses_alpha and output_format != "jpeg")
     picture = Image.fromarray(pixels)
     if not transparent:
-        if uses_alpha:
+        if (alpha < 255).any():
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         picture = picture.convert("RGB")
     file = io.BytesIO()

@@ -39,6 +39,7 @@ def configure(level: str, log_format: LogFormat) -> None:
             structlog.stdlib.add_log_level,
             structlog.stdlib.add_logger_name,
             structlog.stdlib.ExtraAdder(),
+            without_colours,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
         ],
     )
@@ -54,6 +55,12 @@ def load_logged(level: str, log_format: LogFormat, load: Callable[[], T]) -> T:
     """What `load` returns, in a process that has yet to be set up: the worker's."""
     configure(level, log_format)
     return load()
+
+
+def without_colours(_: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """uvicorn attaches its messages a second time, for terminals."""
+    event.pop("color_message", None)
+    return event
 
 
 def as_text(_: WrappedLogger, method: str, event: EventDict) -> str:

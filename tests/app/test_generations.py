@@ -110,6 +110,7 @@ async def test_quality_of_a_model_with_fixed_steps_is_a_warning(client, engine):
     ("alpha", "background", "output_format", "kept"),
     [
         (255, "auto", "png", False),
+        (240, "auto", "png", False),
         (128, "auto", "png", True),
         (128, "auto", "webp", True),
         (128, "auto", "jpeg", False),
