@@ -191,7 +191,7 @@ class Runner:
     def _prefill(self, state: _State) -> None:
         """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
         request, device, dtype = state.request, self._model.device, self._model.dtype
-        transformer = self._model.exact
+        transformer = self._model.exact  # once a request: FP8 would save little here
         prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
             prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout, self._model.kv_fp8))

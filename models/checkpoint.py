@@ -82,13 +82,18 @@ class TensorFiles:
         return self._file_of[name]
 
 
+def as_published(name: str) -> tuple[str, ...]:
+    """The published tensors of a network whose parameters are called like them."""
+    return (name,)
+
+
 def load_weights(
     module: nn.Module,
     files: TensorFiles,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    published_names: Callable[[str], tuple[str, ...]],
+    published_names: Callable[[str], tuple[str, ...]] = as_published,
     unused: Iterable[str] = (),
 ) -> None:
     """Fill every parameter of `module` (built on the meta device) from `files`.

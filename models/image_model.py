@@ -68,12 +68,13 @@ class ImageModel:
             from models.fused import FusedOps
 
             fused_ops = FusedOps.of(device, configs.transformer.attention_head_dim)
+        ops = fused_ops or PLAIN
         with torch.device("meta"):
-            transformer, exact = (Transformer(configs.transformer, fused_ops or PLAIN) for _ in range(2))
-            vae = Vae(configs.vae)
+            transformer, vae = Transformer(configs.transformer, ops), Vae(configs.vae)
             followed = quantize(folder, precision, text_encoder, transformer, multiplies_fp8(device, dtype))
+            keeps_exact = "transformer" in followed and bool(precision.first_steps or precision.last_steps)
+            exact = Transformer(configs.transformer, ops) if keeps_exact else transformer
         text_encoder.load(folder / "text_encoder", dtype, device)
-        keeps_exact = "transformer" in followed and bool(precision.first_steps or precision.last_steps)
         for network in (transformer, exact) if keeps_exact else (transformer,):
             load_weights(
                 network,
@@ -87,7 +88,6 @@ class ImageModel:
             TensorFiles(folder / "vae", "diffusion_pytorch_model"),
             dtype=dtype,
             device=device,
-            published_names=text_encoder_module.published_names,
             unused=vae_module.UNUSED_WEIGHTS,
         )
         if fused:
@@ -97,7 +97,7 @@ class ImageModel:
             configs,
             text_encoder,
             transformer.eval(),
-            exact.eval() if keeps_exact else transformer,
+            exact.eval(),
             vae.eval(),
             device,
             dtype,
@@ -111,6 +111,7 @@ class ImageModel:
         return usual, usual if self.exact is self.transformer else self.decoder_of(self.exact, graphs)
 
     def decoder_of(self, transformer: Transformer, graphs: bool) -> Decoder:
+        """What runs the denoise steps of a transformer with this model's config."""
         if self.fused is not None and self.configs.transformer.causal_condition:
             return PackedDecoder(transformer, self.fused.decode_attention, graphs=graphs)
         return PlainDecoder(transformer)

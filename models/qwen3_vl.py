@@ -8,7 +8,7 @@ Oracle: `Qwen3VLModel` of transformers 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,9 @@ class TextLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+ApplyLayer = Callable[[TextLayer, Tensor, Tensor, Tensor], Tensor]  # layer, hidden, cosines, sines
+
+
 class LanguageModel(nn.Module):
     """Embedding and layers. The final norm is left out: the transformer was trained on what comes before it."""
 
@@ -133,17 +136,26 @@ class LanguageModel(nn.Module):
         mixed = torch.cat([mixed, mixed], dim=-1)
         return mixed.cos(), mixed.sin()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, vision: VisionFeatures | None = None) -> Tensor:
-        """The last layer's output, (tokens, hidden size). input_ids: (tokens,); positions: (3, tokens)."""
-        hidden = self.embed_tokens(input_ids)
+    def embed(self, input_ids: Tensor, vision: VisionFeatures | None = None) -> Tensor:
+        """What goes into the first layer, (tokens, hidden size)."""
+        hidden: Tensor = self.embed_tokens(input_ids)
         if vision is not None:
             hidden[vision.slots] = vision.embeds
-        cos, sin = self.rotary(positions)
+        return hidden
+
+    def run(
+        self, apply: ApplyLayer, hidden: Tensor, cos: Tensor, sin: Tensor, vision: VisionFeatures | None = None
+    ) -> Tensor:
+        """All layers, each by `apply`."""
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin)
+            hidden = apply(layer, hidden, cos, sin)
             if vision is not None and number < len(vision.deepstack):
                 hidden[vision.slots] += vision.deepstack[number]
         return hidden
+
+    def forward(self, input_ids: Tensor, positions: Tensor, vision: VisionFeatures | None = None) -> Tensor:
+        """The last layer's output, (tokens, hidden size). input_ids: (tokens,); positions: (3, tokens)."""
+        return self.run(TextLayer.forward, self.embed(input_ids, vision), *self.rotary(positions), vision)
 
 
 class PatchEmbed(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import TensorFiles, load_weights
+from models.checkpoint import TensorFiles, as_published, load_weights
 from models.config import TextEncoderConfig, read_json
 from models.errors import CheckpointError
 from models.inputs import ConditionImage, TokenizedPrompt
@@ -28,9 +28,7 @@ UNUSED_WEIGHTS = ("lm_head.weight", "model.language_model.norm.weight")
 Layers = Callable[[Tensor, Tensor, VisionFeatures | None], Tensor]  # as `models.qwen3_vl.LanguageModel`
 
 
-def published_names(name: str) -> tuple[str, ...]:
-    """Our parameters are called as they are published."""
-    return (name,)
+published_names = as_published
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +94,7 @@ class TextEncoder(nn.Module):
 
     def load(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Take the weights in `text_encoder/`."""
-        load_weights(
-            self, TensorFiles(folder, "model"), dtype=dtype, device=device,
-            published_names=published_names, unused=UNUSED_WEIGHTS,
-        )  # fmt: skip
+        load_weights(self, TensorFiles(folder, "model"), dtype=dtype, device=device, unused=UNUSED_WEIGHTS)
 
     @torch.inference_mode()
     def encode(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage] = ()) -> Tensor:

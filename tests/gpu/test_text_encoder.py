@@ -1,4 +1,4 @@
-"""The fused text encoder against transformers' own forward of the same weights, in float32."""
+"""The fused text encoder against its plain forward of the same weights, in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(folder: Path, dtype: torch.dtype) -> TextEncoder:
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("num_images", [0, 1, 3])
-def test_error_is_no_worse_than_transformers_own(checkpoint: Path, graphs: bool, num_images: int) -> None:
+def test_error_is_no_worse_than_the_plain_forwards(checkpoint: Path, graphs: bool, num_images: int) -> None:
     exact, theirs, ours = (
         load(checkpoint, torch.float32),
         load(checkpoint, torch.bfloat16),

@@ -122,9 +122,7 @@ def test_a_photograph_in_tiles_is_the_photograph(size_px: tuple[int, int]) -> No
         vae = Vae(configs.vae)
     files = TensorFiles(configs.folder / "vae", "diffusion_pytorch_model")
     cpu = torch.device("cpu")
-    load_weights(
-        vae, files, dtype=torch.float32, device=cpu, published_names=lambda name: (name,), unused=UNUSED_WEIGHTS
-    )
+    load_weights(vae, files, dtype=torch.float32, device=cpu, unused=UNUSED_WEIGHTS)
     photograph = Image.fromarray(data.coffee()).convert("RGBA").resize(size_px)
     pixels = torch.from_numpy(np.array(photograph)).permute(2, 0, 1)[None] / 127.5 - 1
     with torch.inference_mode():
