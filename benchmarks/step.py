@@ -6,7 +6,8 @@ Weights are random. For each shape, in one run: our prefill and step (captured, 
 the step of diffusers' transformer from its own cache, eager and, for the sizes of `--compiled`, with its blocks
 compiled; and the floor, which is the step's own matrix products and the fastest installed attention at their exact
 sizes, captured too. With `--fp8` the same of our step with every block in FP8, whose products' floor starts from
-quantized numbers. Each is repeated back to back for `--seconds`: the chip is power-limited, and bursts read faster.
+quantized numbers. Each runs back to back for `--seconds` in all, and they take turns: the chip is power-limited, so
+bursts read faster, and what it did a moment ago counts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ PROMPT_TOKENS = 173
 CONDITION = Grid(64, 64)
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
+TURNS = 3
 TIMESTEP = 0.625  # the same number in bfloat16, to which the reference rounds it
 
 
@@ -77,18 +79,27 @@ class Figures:
 
 def sustained_ms(work: Callable[[], object], seconds: float) -> float:
     """Median time of `work`, back to back for a while after a warm-up."""
-    for _ in range(2):
+    return in_turns_ms([work], seconds, turns=1)[0]
+
+
+def in_turns_ms(works: Sequence[Callable[[], object]], seconds: float, turns: int = TURNS) -> list[float]:
+    """Median times of works that take turns, each back to back for `seconds` in all. The first third of a turn does
+    not count: in it the clock still answers to the work before."""
+    for work in works:
         work()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while sum(times) < 1000 * seconds or len(times) < 5:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[len(times) // 3 :])
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(turns):
+        for work, counted in zip(works, times, strict=True):
+            turn: list[float] = []
+            while sum(turn) < 1000 * seconds / turns or len(turn) < 5:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                work()
+                end.record()
+                end.synchronize()
+                turn.append(start.elapsed_time(end))
+            counted += turn[len(turn) // 3 :]
+    return [statistics.median(counted) for counted in times]
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -246,16 +257,14 @@ def measure(case: Case, ours: Ours, reference: Reference | None, seconds: float)
         for _ in range(layers):
             attention()
 
-    floor_ms = sustained_ms(captured(whole_floor), seconds)
-    step_ms = sustained_ms(step, seconds)
-    gemm_ms = sustained_ms(captured(products), seconds / 2)
-    figures = Figures(case, ours.dtype, prefill_ms, step_ms, floor_ms, gemm_ms, None, None, peak_gib, None)
+    works = [step, captured(whole_floor), captured(products)]
+    difference = None
     if reference is not None:
-        theirs = reference.step(ours, case)
-        difference = (theirs().float() - velocity.float()).norm() / velocity.float().norm()
-        figures.against_reference = float(difference)
-        figures.reference_ms = sustained_ms(theirs, seconds)
-    return figures
+        works.append(reference.step(ours, case))
+        difference = float((works[-1]().float() - velocity.float()).norm() / velocity.float().norm())
+    step_ms, floor_ms, gemm_ms, *reference_ms = in_turns_ms(works, seconds)
+    theirs_ms = reference_ms[0] if reference_ms else None
+    return Figures(case, ours.dtype, prefill_ms, step_ms, floor_ms, gemm_ms, theirs_ms, None, peak_gib, difference)
 
 
 def row(figures: Figures) -> str:

@@ -11,21 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 QUERIES, PREFIX_TOKENS = 128, 64  # of a tile of attention
+ALIGNMENT = tl.constexpr(16)  # bytes, of prefixes: whole allocations are aligned to more
 
 
 @triton.jit
 def _prefix_tile(
-    address, scales, layer, length, token, inside, column, head, width, heads, like: tl.constexpr, FP8: tl.constexpr
-):
-    """Keys or values of one layer at `token` and `column`, in the type of `like`; `head` is each column's."""
+    address, scales, layer, length, token, inside, column, head, has_scale, width, heads, like: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of one layer at `token` and `column`, in the type of `like`; `head` is each column's, and
+    `has_scale` says where token and head are real."""
     at = layer * length.to(tl.int64) + token
     if FP8:
-        source = address.to(tl.pointer_type(tl.float8e4nv))
+        source = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGNMENT)  # without: a byte at a time
         scale_of = scales.to(tl.pointer_type(tl.float32))
         value = tl.load(source + at * width + column, mask=inside, other=0.0).to(tl.float32)
-        value *= tl.load(scale_of + at * heads + head, mask=inside, other=0.0)
+        value *= tl.load(scale_of + at * heads + head, mask=has_scale, other=0.0)
     else:
-        value = tl.load(address.to(tl.pointer_type(like)) + at * width + column, mask=inside, other=0.0)
+        source = tl.multiple_of(address.to(tl.pointer_type(like)), ALIGNMENT)  # without: two bytes at a time
+        value = tl.load(source + at * width + column, mask=inside, other=0.0)
     return value.to(like)
 
 
@@ -46,9 +50,11 @@ def _append_prefix(
         target = qkv + row * row_stride + ((tokens + token) * 3 + 1) * width + column
         keys, key_scales = tl.load(addresses + row), tl.load(addresses + 2 * rows + row)
         values, value_scales = tl.load(addresses + rows + row), tl.load(addresses + 3 * rows + row)
-        k = _prefix_tile(keys, key_scales, layer, length, token, inside, column, head, width, heads, like, KEYS_FP8)
+        k = _prefix_tile(
+            keys, key_scales, layer, length, token, inside, column, head, inside, width, heads, like, KEYS_FP8
+        )
         v = _prefix_tile(
-            values, value_scales, layer, length, token, inside, column, head, width, heads, like, VALUES_FP8
+            values, value_scales, layer, length, token, inside, column, head, inside, width, heads, like, VALUES_FP8
         )
         tl.store(target, k, mask=column < width)
         tl.store(target + width, v, mask=column < width)
@@ -93,8 +99,11 @@ def _merge_prefix(
     column = head * dim + channel[None, :]
     for start in range(0, length, KEYS):
         behind = (start + tl.arange(0, KEYS))[:, None].to(tl.int64)
-        some = (behind < length) & (channel[None, :] < dim)
-        k = _prefix_tile(keys, key_scales, layer, length, behind, some, column, head, width, heads, like, KEYS_FP8)
+        is_prefix = behind < length
+        some = is_prefix & (channel[None, :] < dim)
+        k = _prefix_tile(
+            keys, key_scales, layer, length, behind, some, column, head, is_prefix, width, heads, like, KEYS_FP8
+        )
         score = tl.dot(q, tl.trans(k)) * scale
         score = tl.where(start + tl.arange(0, KEYS)[None, :] < length, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
@@ -102,7 +111,7 @@ def _merge_prefix(
         probability = tl.exp(score - higher[:, None])
         weight = weight * shrink + tl.sum(probability, axis=1)
         v = _prefix_tile(
-            values, value_scales, layer, length, behind, some, column, head, width, heads, like, VALUES_FP8
+            values, value_scales, layer, length, behind, some, column, head, is_prefix, width, heads, like, VALUES_FP8
         )
         total = total * shrink[:, None] + tl.dot(probability.to(v.dtype), v)
         highest = higher
