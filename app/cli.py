@@ -26,7 +26,12 @@ WEIGHT_FLAGS = (
     "transformer_dtype", "text_encoder_dtype", "fp8_ignored_layers", "fp8_first_blocks", "fp8_last_blocks",
 )  # fmt: skip
 GENERATE_FLAGS = (
-    "config", "device", "dtype", *WEIGHT_FLAGS, "fp8_first_steps", "fp8_last_steps", "prefix_kv_dtype", "log_level",
+    "config", "device", "dtype", *WEIGHT_FLAGS, "fp8_first_steps", "fp8_last_steps", "prefix_kv_dtype", "offload",
+    "vae_tiling", "log_level",
+)  # fmt: skip
+DOCTOR_FLAGS = (
+    "config", "device", "dtype", "transformer_dtype", "text_encoder_dtype", "fp8_first_steps", "fp8_last_steps",
+    "offload", "vae_tiling", "max_output_pixels", "log_level",
 )  # fmt: skip
 QUANTIZE_FLAGS = ("config", *WEIGHT_FLAGS, "log_level")
 
@@ -52,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from app.quantize import quantize
 
             quantize(args, settings)
+        elif args.command == "doctor":
+            from app.doctor import examine
+
+            examine(settings)
         else:
             from app.offline import generate
 
@@ -101,6 +110,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     quantize_parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="A new folder.")
     add_settings(quantize_parser, QUANTIZE_FLAGS)
+
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="say what fits this machine, and with which flags",
+        description="Say what this machine has, how much memory a model takes, and with which flags it fits.",
+        usage="easel doctor [MODEL] [flags]",
+        allow_abbrev=False,
+    )
+    add_settings(doctor_parser, DOCTOR_FLAGS)
 
     eval_parser = commands.add_parser(
         "eval",

@@ -103,6 +103,9 @@ class Settings(BaseSettings):
     vae_tiling: Literal["auto", "on", "off"] = Field(
         "auto", description="Whether the VAE works in 512-pixel tiles; auto does so where the whole does not fit."
     )
+    offload: Literal["none", "component", "block"] = Field(
+        "none", description="Whether weights wait in host memory: whole networks, or the blocks of each as well."
+    )
     warm_sizes: Sizes = Field((), description="Sizes, like 1536x1024, that are prepared for before it is ready.")
 
     host: Name = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means all.")
@@ -237,6 +240,7 @@ class Settings(BaseSettings):
             decode_graphs=self.decode_graphs,
             eager=self.eager,
             vae_tiling=self.vae_tiling,
+            offload=self.offload,
             warm_sizes_px=tuple(pixels_of(size) for size in self.warm_sizes),
             precision=Precision(
                 transformer=self.transformer_dtype,

@@ -19,7 +19,8 @@ class EngineConfig:
     `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
     replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
     `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. The VAE works in
-    tiles when `vae_tiling` is "on", or "auto" and the whole does not fit. None leaves a default to the checkpoint.
+    tiles when `vae_tiling` is "on", or "auto" and the whole does not fit. Weights wait in host memory by `offload`, see
+    `models.offload`. None leaves a default to the checkpoint.
     """
 
     model: str
@@ -34,6 +35,7 @@ class EngineConfig:
     decode_graphs: bool = True
     eager: bool = False
     vae_tiling: str = "auto"
+    offload: str = "none"
     warm_sizes_px: tuple[tuple[int, int], ...] = ()
     precision: Precision = AS_STORED
     max_output_pixels: int = 2048 * 2048

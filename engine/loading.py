@@ -26,11 +26,11 @@ MAX_CONDITION_IMAGES = 4
 MAX_PROMPT_TOKENS = 8192
 
 
-def read_configs(config: EngineConfig) -> CheckpointConfigs:
-    """Find (or fetch) the checkpoint and read its configs, without weights."""
+def read_configs(config: EngineConfig, weights: bool = True) -> CheckpointConfigs:
+    """Find (or fetch, with or without weights) the checkpoint and read its configs."""
     from models.folder import find_checkpoint
 
-    return CheckpointConfigs.read(find_checkpoint(config.model))
+    return CheckpointConfigs.read(find_checkpoint(config.model, weights))
 
 
 def model_card(config: EngineConfig, configs: CheckpointConfigs) -> ModelCard:
@@ -57,14 +57,13 @@ def load_preparer(configs: CheckpointConfigs, card: ModelCard) -> Preparer:
 
 def load_runner(config: EngineConfig) -> Runner:
     """Load the weights onto the device. Runs in the worker."""
+    from engine.planner import Machine, Planner
     from engine.runner import Runner
-    from models.image_model import ImageModel, has_kernels, resolve_device, resolve_dtype
+    from models.image_model import ImageModel
 
-    configs = read_configs(config)
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    fused = not config.eager and has_kernels(device, dtype)
-    model = ImageModel.load(configs, device, dtype, fused, config.precision)
+    configs, machine = read_configs(config), Machine.look(config)
+    Planner(config, configs, machine).check()
+    model = ImageModel.load(configs, machine.device, machine.dtype, machine.fused, config.precision, config.offload)
     max_target_tokens = config.max_output_pixels // configs.px_per_token**2
     covered = [cover(size_px, configs.size_multiple_px) for size_px in config.warm_sizes_px]
     warm_grids = [Grid.of_pixels(*size_px, configs.px_per_token) for size_px in covered]

@@ -30,11 +30,11 @@ from engine.cost_model import (
 from engine.memory import MemoryModel
 from engine.request import PreparedRequest
 from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample, Work
-from models.image_model import ImageModel
 from models.inputs import TokenizedPrompt
 from models.layout import Grid, prefix_layout
 from models.prefix_kv import kv_bytes_per_token
 from models.tensor_cache import CACHE_BYTES
+from models.tiling import TILE_PX, free_bytes
 
 if TYPE_CHECKING:
     from engine.runner import Runner
@@ -45,6 +45,7 @@ PROFILE_LIMIT_S = 20.0
 PROMPT_TOKENS = 48
 HOST_MEMORY_SHARE = 0.5  # of the free memory, when the device is the CPU
 DEVICE_RESERVE_BYTES = 2**30  # for the allocator's fragments and the driver
+DECODE_SHARE = 0.25  # of the free memory: a decode that takes more is done in tiles
 NUM_CACHES = 3  # of tensors, which fill up as requests come
 
 
@@ -62,11 +63,13 @@ def measure(runner: Runner, max_rows: int) -> Profile:
     started_s = time.monotonic()
     measurements: list[Measurement] = []
     side = max(2, runner.model.configs.index.output_resolution // runner.model.configs.px_per_token // 2 * 2)
-    workspace_per_token = 0.0
+    step_per_token = decode_per_token = 0.0
     for grid_side in sorted({max(2, side // 4 // 2 * 2), max(2, side // 2 // 2 * 2), side}):
         grid = Grid(grid_side, grid_side)
         if not measurements or runner.model.device.type != "cpu":  # a CPU is slow only the first time of all
-            workspace_per_token = max(workspace_per_token, _warm_up(runner, grid) / grid.num_tokens)
+            step_bytes, decode_bytes = _warm_up(runner, grid)
+            step_per_token = max(step_per_token, step_bytes / grid.num_tokens)
+            decode_per_token = max(decode_per_token, decode_bytes / grid.num_tokens)
         if time.monotonic() - started_s > PROFILE_LIMIT_S:
             break
         measurements += _time_round(runner, grid, max_rows, side * side)
@@ -75,7 +78,7 @@ def measure(runner: Runner, max_rows: int) -> Profile:
     costs = CostModel()
     costs.fit(measurements)
     budget = token_budget(measurements)
-    memory = _memory_model(runner.model, workspace_per_token, runner.max_target_tokens)
+    memory = _memory_model(runner, step_per_token, decode_per_token)
     step_ms = 1000 * costs.predict_s(WorkKind.STEP, Size(side * side, side * side))
     log.info(
         "profiled in %.1f s: %.1f ms a step at %d tokens, batches up to %d tokens, %.1f GiB for requests",
@@ -123,16 +126,16 @@ def _made_up_request(grid: Grid, num_images: int) -> PreparedRequest:
     )
 
 
-def _warm_up(runner: Runner, grid: Grid) -> int:
+def _warm_up(runner: Runner, grid: Grid) -> tuple[int, int]:
     """Do everything once for a picture of `grid`. Returns the bytes that its step and its decode took at their peak
-    beyond what was held anyway; captured steps keep theirs, so it is their sum."""
+    beyond what was held anyway."""
     request = _made_up_request(grid, num_images=1)
     step = DenoiseStep(request.batch_key, (Sample(request.request_id, 0, 0),))
     runner.add(request)
     try:
         runner.run(EncodePrompt(request.request_id))
         runner.run(Prefill(request.request_id))
-        return sum(_peak_bytes(runner, work) for work in (step, DecodeImage(request.request_id, 0)))
+        return _peak_bytes(runner, step), _peak_bytes(runner, DecodeImage(request.request_id, 0))
     finally:
         runner.remove(request.request_id)
 
@@ -148,13 +151,18 @@ def _peak_bytes(runner: Runner, work: Work) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _memory_model(model: ImageModel, workspace_per_token: float, max_target_tokens: int) -> MemoryModel:
+def _memory_model(runner: Runner, step_per_token: float, decode_per_token: float) -> MemoryModel:
+    """The budget leaves room for the largest picture's step and decode: together, since captured steps keep theirs."""
+    model, tokens = runner.model, runner.max_target_tokens
     config, element = model.transformer.config, model.dtype.itemsize
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(model.device)
-        workspace = int(workspace_per_token * max_target_tokens)
-        budget = max(0, free - workspace - DEVICE_RESERVE_BYTES - NUM_CACHES * CACHE_BYTES)
+        free = free_bytes(model.device) - DEVICE_RESERVE_BYTES - NUM_CACHES * CACHE_BYTES
+        decode = decode_per_token * tokens
+        if runner.tiles_vae:
+            tile = decode_per_token * (TILE_PX // model.configs.px_per_token) ** 2
+            decode = min(decode, max(tile, DECODE_SHARE * free))
+        budget = max(0, free - int(step_per_token * tokens + decode))
     else:
         budget = int(HOST_MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return MemoryModel(

@@ -97,6 +97,11 @@ class Runner:
     def model(self) -> ImageModel:
         return self._model
 
+    @property
+    def tiles_vae(self) -> bool:
+        """Whether the VAE may work in tiles."""
+        return self._vae.mode != "off"
+
     def profile(self, max_rows: int) -> Profile:
         """Time and measure items of every kind; leaves nothing behind."""
         return measure(self, max_rows)
@@ -181,10 +186,12 @@ class Runner:
         ]
 
     def _encode_prompt(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage]) -> Tensor:
+        self._model.bring(self._model.text_encoder)
         return self._model.text_encoder.encode(prompt, images)
 
     def _encode_image(self, image: ConditionImage) -> Tensor:
         pixels = torch.from_numpy(image.rgba).to(self._model.device).permute(2, 0, 1).unsqueeze(0).float()
+        self._model.bring(self._model.vae)
         latents = self._vae.encode((pixels / 127.5 - 1).to(self._model.dtype))
         return latents[0].flatten(1).T.contiguous()
 
@@ -192,6 +199,7 @@ class Runner:
         """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
         request, device, dtype = state.request, self._model.device, self._model.dtype
         transformer = self._model.exact  # once a request: FP8 would save little here
+        self._model.bring(transformer)
         prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
             prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout, self._model.kv_fp8))
@@ -214,6 +222,7 @@ class Runner:
         is_exact = any(
             precision.is_exact(sample.step, self._states[sample.request_id].request.num_steps) for sample in samples
         )
+        self._model.bring(self._model.exact if is_exact else self._model.transformer)
         velocity, self.shortcut = (self._exact_decoder if is_exact else self._decoder).decode(rows)
         row, updated, estimates = 0, [], {}
         for sample in samples:
@@ -241,6 +250,7 @@ class Runner:
         latents = latents.T.unflatten(1, (grid.height, grid.width)).unsqueeze(0)
         if not bool(latents.isfinite().all()):
             raise GenerationFailed("The model produced no finite picture for this request.")
+        self._model.bring(self._model.vae)
         pixels = self._vae.decode(latents)[0].permute(1, 2, 0)
         picture: np.ndarray = ((pixels.float() * 0.5 + 0.5) * 255).round().to(torch.uint8).contiguous().cpu().numpy()
         rows, columns = state.request.crop

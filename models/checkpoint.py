@@ -24,6 +24,9 @@ from models.quantization import FP8, SCALE_SUFFIX, Quantized, quantize_rows
 
 log = logging.getLogger(__name__)
 
+Room = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Where a weight, told by its name, shape and dtype, is to lie."""
+
 READERS = 8  # threads that read and copy to the device at once
 ROWS = 2048  # of a weight that are quantized at once
 
@@ -95,32 +98,40 @@ def load_weights(
     device: torch.device,
     published_names: Callable[[str], tuple[str, ...]] = as_published,
     unused: Iterable[str] = (),
+    room: Room | None = None,
 ) -> None:
-    """Fill every parameter of `module` (built on the meta device) from `files`.
+    """Fill every parameter of `module` (built on the meta device) from `files`. Weights lie on `device`, unless `room`
+    says where.
 
     `published_names` gives, for one of our names, the published tensors stacked into it along dimension 0. `unused`
     are patterns of published tensors that this code has no use for; any other left-over tensor is an error.
     """
     started_s = time.monotonic()
-    parameters = dict(module.named_parameters())
-    scales = {name + SCALE_SUFFIX for name, parameter in parameters.items() if parameter.dtype == FP8}
+    dtypes = stored_dtypes(module, dtype)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    scales = {name + SCALE_SUFFIX for name, stored in dtypes.items() if stored == FP8}
+
+    def place(name: str) -> Tensor:
+        if room is not None:
+            return room(name, shapes[name], dtypes[name])
+        return torch.empty(shapes[name], dtype=dtypes[name], device=device)
 
     def filled(name: str) -> dict[str, Tensor]:
-        shape, sources = parameters[name].shape, published_names(name)
+        sources, target = published_names(name), place(name)
         if name + SCALE_SUFFIX in scales:
-            quantized = _read_quantized(shape, sources, files, device)
+            quantized = Quantized(target, place(name + SCALE_SUFFIX))
+            _fill_quantized(quantized, sources, files, device)
             return {name: quantized.values, name + SCALE_SUFFIX: quantized.scales}
-        target = torch.empty(shape, dtype=dtype, device=device)
         for part, source in _parts(target, sources):
             part.copy_(_read_float(source, part.shape, files))
         return {name: target}
 
     with ThreadPoolExecutor(READERS) as pool:
-        for tensors in pool.map(filled, [name for name in parameters if name not in scales]):
+        for tensors in pool.map(filled, [name for name in shapes if name not in scales]):
             for name, tensor in tensors.items():
                 owner, _, leaf = name.rpartition(".")
                 module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
-    used = {published for name in parameters if name not in scales for published in published_names(name)}
+    used = {published for name in shapes if name not in scales for published in published_names(name)}
     used |= {f"{weight}{SCALE_SUFFIX}" for name in scales for weight in published_names(name[: -len(SCALE_SUFFIX)])}
     patterns = tuple(unused)
     for name in files:
@@ -128,6 +139,16 @@ def load_weights(
             raise CheckpointError(f"{files.file_of(name)}: unexpected tensor {name}")
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     log.info("loaded %s: %.2f GB in %.1f s", files.folder.name, num_bytes / 1e9, time.monotonic() - started_s)
+
+
+def stored_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of every parameter once it is loaded in `dtype`: that, unless it is FP8 or the scale of such."""
+    fp8 = {name for name, parameter in module.named_parameters() if parameter.dtype == FP8}
+    scales = {name + SCALE_SUFFIX for name in fp8}
+    return {
+        name: FP8 if name in fp8 else torch.float32 if name in scales else dtype
+        for name, _ in module.named_parameters()
+    }
 
 
 def _parts(target: Tensor, sources: Sequence[str]) -> Iterator[tuple[Tensor, str]]:
@@ -150,9 +171,8 @@ def _read_float(name: str, shape: torch.Size, files: TensorFiles) -> Tensor:
     return tensor
 
 
-def _read_quantized(shape: torch.Size, sources: Sequence[str], files: TensorFiles, device: torch.device) -> Quantized:
-    """A weight as E4M3, whether it is stored so or is quantized now."""
-    whole = Quantized(torch.empty(shape, dtype=FP8, device=device), torch.empty(shape[0], 1, device=device))
+def _fill_quantized(whole: Quantized, sources: Sequence[str], files: TensorFiles, device: torch.device) -> None:
+    """A weight as E4M3, whether it is stored so or is quantized now, on `device`."""
     for (values, source), scales in zip(_parts(whole.values, sources), whole.scales.chunk(len(sources)), strict=True):
         if source + SCALE_SUFFIX in files:
             values.copy_(_read(source, values.shape, files))
@@ -163,4 +183,3 @@ def _read_quantized(shape: torch.Size, sources: Sequence[str], files: TensorFile
             rows = slice(start, start + ROWS)
             quantized = quantize_rows(weight[rows].to(device))
             values[rows], scales[rows] = quantized.values, quantized.scales
-    return whole

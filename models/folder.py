@@ -14,9 +14,9 @@ def embedded_checkpoint() -> Path:
     return Path(__file__).parent / "demo"
 
 
-def find_checkpoint(model: str) -> Path:
+def find_checkpoint(model: str, weights: bool = True) -> Path:
     """The folder of a checkpoint: `model` itself when it is one, else the hub repository of that id (downloaded once,
-    then taken from the cache)."""
+    then taken from the cache), with or without its weights."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -27,6 +27,7 @@ def find_checkpoint(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        files = _HUB_FILES if weights else [pattern for pattern in _HUB_FILES if "safetensors" not in pattern]
+        return Path(snapshot_download(model, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{model} could not be fetched from the hub: {error}") from None

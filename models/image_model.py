@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch import nn
 
 from models import text_encoder as text_encoder_module
 from models import transformer as transformer_module
 from models import vae as vae_module
-from models.checkpoint import TensorFiles, load_weights
+from models.checkpoint import Room, TensorFiles, load_weights
 from models.config import CheckpointConfigs
 from models.decoding import Decoder, PackedDecoder, PlainDecoder
 from models.errors import CheckpointError
-from models.ops import PLAIN
+from models.offload import OffloadedWeights
+from models.ops import PLAIN, Ops
 from models.precision import AS_STORED, Precision
 from models.prefix_kv import KV_FORMATS
 from models.quantization import QuantizationPlan, multiplies_fp8
@@ -29,9 +31,74 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Networks:
+    """The networks of a checkpoint. `exact` is a transformer without FP8 for the steps that ask for it, where they do;
+    else it is `transformer`."""
+
+    text_encoder: TextEncoder
+    transformer: Transformer
+    exact: Transformer
+    vae: Vae
+
+    @classmethod
+    def build(cls, configs: CheckpointConfigs, precision: Precision, *, scaled: bool, ops: Ops = PLAIN) -> Self:
+        """Without weights. `scaled` says whether FP8 is multiplied; raises `CheckpointError` for wishes that cannot be
+        met, and for parts that do not belong together."""
+        folder = configs.folder
+        text_encoder = TextEncoder.build(folder / "text_encoder", folder / "processor")
+        if text_encoder.slot_px != configs.size_multiple_px:
+            raise CheckpointError(
+                f"{folder}: an image slot is {text_encoder.slot_px} px wide for the vision encoder "
+                f"but {configs.size_multiple_px} px for the transformer"
+            )
+        if text_encoder.hidden_size != configs.transformer.context_in_dim:
+            raise CheckpointError(f"{folder}: the text encoder's hidden size is not the transformer's context_in_dim")
+        with torch.device("meta"):
+            transformer, vae = Transformer(configs.transformer, ops), Vae(configs.vae)
+            followed = quantize(folder, precision, text_encoder, transformer, scaled)
+            keeps_exact = "transformer" in followed and bool(precision.first_steps or precision.last_steps)
+            exact = Transformer(configs.transformer, ops) if keeps_exact else transformer
+        return cls(text_encoder, transformer.eval(), exact.eval(), vae.eval())
+
+    @property
+    def transformers(self) -> tuple[Transformer, ...]:
+        return (self.transformer,) if self.exact is self.transformer else (self.transformer, self.exact)
+
+    def load(self, folder: Path, dtype: torch.dtype, device: torch.device, offloaded: OffloadedWeights | None) -> None:
+        """Take the weights: to the device, or, but for the VAE's, to where `offloaded` keeps them."""
+
+        def room(network: nn.Module, blocks: str) -> Room | None:
+            return None if offloaded is None else offloaded.room(network, blocks, dtype)
+
+        blocks = text_encoder_module.BLOCKS
+        self.text_encoder.load(folder / "text_encoder", dtype, device, room(self.text_encoder, blocks))
+        for transformer in self.transformers:
+            load_weights(
+                transformer,
+                TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
+                dtype=dtype,
+                device=device,
+                published_names=transformer_module.published_names,
+                room=room(transformer, transformer_module.BLOCKS),
+            )
+        load_weights(
+            self.vae,
+            TensorFiles(folder / "vae", "diffusion_pytorch_model"),
+            dtype=dtype,
+            device=device,
+            unused=vae_module.UNUSED_WEIGHTS,
+        )
+
+    def with_blocks(self) -> list[tuple[nn.Module, str | None]]:
+        """Every network, and what its sequence of blocks is called, if it has one to speak of."""
+        transformers = [(transformer, transformer_module.BLOCKS) for transformer in self.transformers]
+        return [(self.text_encoder, text_encoder_module.BLOCKS), *transformers, (self.vae, None)]
+
+
+@dataclass(frozen=True, slots=True)
 class ImageModel:
-    """The networks of a checkpoint, on one device, working in one dtype. `exact` is a transformer without FP8 for the
-    steps that ask for it, where they do; else it is `transformer`."""
+    """The networks of a checkpoint, on one device, working in one dtype; see `Networks`. With `offloaded` weights a
+    network has to be brought before each use."""
 
     configs: CheckpointConfigs
     text_encoder: TextEncoder
@@ -42,6 +109,7 @@ class ImageModel:
     dtype: torch.dtype
     precision: Precision = AS_STORED
     fused: FusedOps | None = None
+    offloaded: OffloadedWeights | None = None
 
     @classmethod
     def load(
@@ -51,59 +119,43 @@ class ImageModel:
         dtype: torch.dtype,
         fused: bool = False,
         precision: Precision = AS_STORED,
+        offload: str = "none",
     ) -> Self:
         """Load all weights; `CheckpointError` names the file and tensor at fault. `fused` makes the networks use the
-        fused kernels, where the device has them (see `has_kernels`)."""
-        folder = configs.folder
-        text_encoder = TextEncoder.build(folder / "text_encoder", folder / "processor")
-        if text_encoder.slot_px != configs.size_multiple_px:
-            raise CheckpointError(
-                f"{folder}: an image slot is {text_encoder.slot_px} px wide for the vision encoder "
-                f"but {configs.size_multiple_px} px for the transformer"
-            )
-        if text_encoder.hidden_size != configs.transformer.context_in_dim:
-            raise CheckpointError(f"{folder}: the text encoder's hidden size is not the transformer's context_in_dim")
+        fused kernels, where the device has them (see `has_kernels`). `offload` is "none", "component" or "block" (see
+        `models.offload`)."""
         fused_ops: FusedOps | None = None
         if fused:
             from models.fused import FusedOps
 
             fused_ops = FusedOps.of(device, configs.transformer.attention_head_dim)
-        ops = fused_ops or PLAIN
-        with torch.device("meta"):
-            transformer, vae = Transformer(configs.transformer, ops), Vae(configs.vae)
-            followed = quantize(folder, precision, text_encoder, transformer, multiplies_fp8(device, dtype))
-            keeps_exact = "transformer" in followed and bool(precision.first_steps or precision.last_steps)
-            exact = Transformer(configs.transformer, ops) if keeps_exact else transformer
-        text_encoder.load(folder / "text_encoder", dtype, device)
-        for network in (transformer, exact) if keeps_exact else (transformer,):
-            load_weights(
-                network,
-                TensorFiles(folder / "transformer", "diffusion_pytorch_model"),
-                dtype=dtype,
-                device=device,
-                published_names=transformer_module.published_names,
-            )
-        load_weights(
-            vae,
-            TensorFiles(folder / "vae", "diffusion_pytorch_model"),
-            dtype=dtype,
-            device=device,
-            unused=vae_module.UNUSED_WEIGHTS,
-        )
+        scaled = multiplies_fp8(device, dtype)
+        networks = Networks.build(configs, precision, scaled=scaled, ops=fused_ops or PLAIN)
+        offloaded = None if offload == "none" else OffloadedWeights(device, by_block=offload == "block")
+        networks.load(configs.folder, dtype, device, offloaded)
         if fused:
-            vae.fuse()
-            text_encoder.fuse(graphs=True)
+            networks.vae.fuse()
+            networks.text_encoder.fuse(graphs=True)
+        if offloaded is not None:
+            offloaded.adopt(networks.vae)  # now that it has the form in which it works
+            offloaded.settle()
         return cls(
             configs,
-            text_encoder,
-            transformer.eval(),
-            exact.eval(),
-            vae.eval(),
+            networks.text_encoder,
+            networks.transformer,
+            networks.exact,
+            networks.vae,
             device,
             dtype,
             precision,
             fused_ops,
+            offloaded,
         )
+
+    def bring(self, network: nn.Module) -> None:
+        """Have the weights of one of the networks on the device."""
+        if self.offloaded is not None:
+            self.offloaded.bring(network)
 
     def decoders(self, graphs: bool) -> tuple[Decoder, Decoder]:
         """What runs this model's denoise steps, and those that want no FP8; one object where there is no difference."""

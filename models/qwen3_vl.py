@@ -8,7 +8,7 @@ Oracle: `Qwen3VLModel` of transformers 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers: list[TextLayer] = nn.ModuleList([TextLayer(config) for _ in range(config.num_hidden_layers)])  # type: ignore[assignment]
+        self.in_order: Callable[[Iterable[TextLayer]], Iterable[TextLayer]] = iter  # unless weights are streamed
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (tokens, head_dim) float32 of positions (3, tokens): temporal, height, width. Of the
@@ -147,7 +148,7 @@ class LanguageModel(nn.Module):
         self, apply: ApplyLayer, hidden: Tensor, cos: Tensor, sin: Tensor, vision: VisionFeatures | None = None
     ) -> Tensor:
         """All layers, each by `apply`."""
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.in_order(self.layers)):
             hidden = apply(layer, hidden, cos, sin)
             if vision is not None and number < len(vision.deepstack):
                 hidden[vision.slots] += vision.deepstack[number]

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import TensorFiles, as_published, load_weights
+from models.checkpoint import Room, TensorFiles, as_published, load_weights
 from models.config import TextEncoderConfig, read_json
 from models.errors import CheckpointError
 from models.inputs import ConditionImage, TokenizedPrompt
@@ -92,9 +92,10 @@ class TextEncoder(nn.Module):
         with torch.device("meta"):
             return cls(Qwen3VL(config), pixel_norm).eval()
 
-    def load(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def load(self, folder: Path, dtype: torch.dtype, device: torch.device, room: Room | None = None) -> None:
         """Take the weights in `text_encoder/`."""
-        load_weights(self, TensorFiles(folder, "model"), dtype=dtype, device=device, unused=UNUSED_WEIGHTS)
+        files = TensorFiles(folder, "model")
+        load_weights(self, files, dtype=dtype, device=device, unused=UNUSED_WEIGHTS, room=room)
 
     @torch.inference_mode()
     def encode(self, prompt: TokenizedPrompt, images: Sequence[ConditionImage] = ()) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.config import VaeConfig
 from models.vae import Vae
 
 TILE_PX = 512
@@ -122,8 +123,13 @@ class TiledVae:
     def _workspace_bytes(self, x: Tensor, in_cell: int) -> int:
         config = self.vae.config
         pixels = x.shape[0] * x.shape[2] * x.shape[3] * (config.spatial_ratio // in_cell) ** 2
-        maps = FUSED_MAPS if self.vae.is_fused else WORKSPACE_MAPS
-        return maps * max(config.base_dim, config.decoder_base_dim or 0) * x.element_size() * pixels
+        return workspace_bytes_per_px(config, self.vae.is_fused, x.dtype) * pixels
+
+
+def workspace_bytes_per_px(config: VaeConfig, fused: bool, dtype: torch.dtype) -> int:
+    """What a VAE takes beside its weights, for each pixel of what it encodes or decodes."""
+    maps = FUSED_MAPS if fused else WORKSPACE_MAPS
+    return maps * max(config.base_dim, config.decoder_base_dim or 0) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,7 +12,7 @@ Oracle: `QwenImage21Transformer2DModel` of diffusers 0.42.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +170,7 @@ class Transformer(nn.Module):
         self.timestep_embedder = TimestepEmbedder(dim)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 4 * dim, bias=False))
         self.blocks: list[Block] = nn.ModuleList([Block(config, ops) for _ in range(config.num_layers)])  # type: ignore[assignment]
+        self.in_order: Callable[[Iterable[Block]], Iterable[Block]] = iter  # unless their weights are streamed
         self.out_scale = nn.Linear(dim, dim, bias=False)
         self.proj_out = nn.Linear(dim, config.in_channels, bias=False)
 
@@ -267,7 +268,7 @@ class Transformer(nn.Module):
         which is the next block's, or the last one."""
         ops, eps = self.ops, self.config.eps
         normed = ops.norm_modulate(hidden, modulation.attn_scale, eps, takes_fp8(self.blocks[0].attn.to_qkv))
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.in_order(self.blocks)):
             attended = attend(layer, block.attn, normed)
             if attended is None:
                 break

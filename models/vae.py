@@ -127,7 +127,8 @@ class Upsample(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.resample = nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest-exact"), conv(channels, channels, 3))
-        self.folded: Tensor | None = None
+        self.folded: Tensor | None
+        self.register_parameter("folded", None)
 
     def fold(self) -> None:
         """Do both in one transposed convolution, with 4/9 of the arithmetic: of the nine neighbours that an output
@@ -137,7 +138,7 @@ class Upsample(nn.Module):
             [[0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], device=weight.device
         )
         folded = torch.einsum("yh,xw,oihw->ioyx", spread, spread, weight.float()).to(weight.dtype)
-        self.folded = folded.contiguous(memory_format=torch.channels_last)
+        self.folded = nn.Parameter(folded.contiguous(memory_format=torch.channels_last), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.resample(x)

@@ -29,6 +29,7 @@ CHOICES = {
     "chat_content": "markdown",
     "dtype": "auto",
     "log_format": "json",
+    "offload": "block",
     "worker": "inline",
     "policy": "fcfs",
     "prefix_kv_dtype": "fp8_v",

@@ -155,6 +155,7 @@ def test_engine_config_is_handed_every_choice() -> None:
         "worker": "inline",
         "decode_graphs": False,
         "vae_tiling": "on",
+        "offload": "block",
         "eager": True,
         "policy": "fcfs",
         "max_stretch": 3.5,
