@@ -60,10 +60,16 @@ SETTINGS: dict[str, Precision] = {
     "all three fp8": Precision(transformer="fp8", text_encoder="fp8", prefix_kv="fp8"),
 }
 
+PROTECTIONS: dict[str, Precision] = {
+    "all but 3 last steps": Precision(last_steps=3),
+    "… and first step and block": Precision(first_blocks=1, first_steps=1, last_steps=3),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """One choice of layers. `errors` by timestep; `fp8_part` is the share of the multiplications that are FP8."""
+    """One choice of layers, or of layers and steps. `errors` by timestep; `fp8_part` is the share of a picture's
+    multiplications that are FP8."""
 
     name: str
     errors: list[float]
@@ -145,10 +151,20 @@ def sweep(runner: Runner, request: PreparedRequest) -> Iterator[Swept]:
         return [decoder.decode([row])[0].float().clone() for row in rows]
 
     undisturbed = predict(model.transformer)
+
+    def errors(network: Transformer) -> list[float]:
+        pairs = zip(predict(network), undisturbed, strict=True)
+        return [float((ours - exact).norm() / exact.norm()) for ours, exact in pairs]
+
     for name, plan in plans(model.transformer.config.num_layers).items():
         network, fp8_part = variant(model.transformer, plan)
-        pairs = zip(predict(network), undisturbed, strict=True)
-        yield Swept(name, [float((ours - exact).norm() / exact.norm()) for ours, exact in pairs], fp8_part)
+        yield Swept(name, errors(network), fp8_part)
+    for name, precision in PROTECTIONS.items():
+        network, fp8_part = variant(model.transformer, QuantizationPlan(first_blocks=precision.first_blocks))
+        exact = [step for step in range(request.num_steps) if precision.is_exact(step, request.num_steps)]
+        found = zip(visited, errors(network), strict=True)
+        kept = [0.0 if step in exact else error for step, error in found]
+        yield Swept(name, kept, fp8_part * (1 - len(exact) / request.num_steps))
 
 
 def pictures(config: EngineConfig, requests: Sequence[PreparedRequest]) -> list[np.ndarray]:
