@@ -97,7 +97,7 @@ class PackedDecoder:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[_Shape, _Graph] = OrderedDict()  # the least recently used first
         self._too_large: set[_Shape] = set()
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None  # of the graphs that there are
 
     def __repr__(self) -> str:
         return f"<PackedDecoder: {len(self._graphs)} graphs, {len(self._too_large)} shapes too large>"
@@ -137,6 +137,8 @@ class PackedDecoder:
         torch.cuda.synchronize()  # a graph that is dropped must not be running
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
+        if not self._graphs:  # PyTorch takes no pool again whose last graph is gone
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             captured = self._graphs[shape] = self._record(shape, rows)
             return captured

@@ -36,7 +36,7 @@ class FusedLanguageModel:
         self._model = model
         self._lengths = LENGTHS if graphs else ()
         self._graphs: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None  # of the graphs that there are
 
     def __call__(self, input_ids: Tensor, positions: Tensor, vision: VisionFeatures | None = None) -> Tensor:
         """The last layer's output before the final norm, (tokens, hidden size); valid until the next call.
@@ -64,6 +64,8 @@ class FusedLanguageModel:
         self._graphs.clear()
 
     def _capture(self, length: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> _Graph:
+        if not self._graphs:  # PyTorch takes no pool again whose last graph is gone
+            self._pool = torch.cuda.graph_pool_handle()
         self._model.run(_layer, hidden, cos, sin)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

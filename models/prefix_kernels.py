@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUERIES, PREFIX_TOKENS = 128, 64  # of a tile of attention
+QUERIES, PREFIX_TOKENS = 64, 64  # of a tile of attention
 ALIGNMENT = tl.constexpr(16)  # bytes, of prefixes: whole allocations are aligned to more
 
 
@@ -131,5 +131,5 @@ def merge_prefix(
     _merge_prefix[(triton.cdiv(tokens, QUERIES), rows * heads)](
         qkv, attended, lse, addresses, lengths, rows, tokens, layer, heads, dim, dim**-0.5,
         KEYS_FP8=fp8[0], VALUES_FP8=fp8[1],
-        QUERIES=QUERIES, KEYS=PREFIX_TOKENS, DIM=max(16, triton.next_power_of_2(dim)), num_warps=8,
+        QUERIES=QUERIES, KEYS=PREFIX_TOKENS, DIM=max(16, triton.next_power_of_2(dim)), num_warps=4,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def free_bytes(device: torch.device) -> int:
         return 2**62
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device.index))
     return min(free + reserved, allowed) - allocated
 
 

@@ -223,6 +223,17 @@ def test_without_memory_for_a_capture_steps_go_on_without(  # type: ignore[no-un
     assert decode(captured, [row(transformer, 1)] * 2)[1] is GraphResult.CAPTURED  # another shape is another matter
 
 
+def test_steps_are_captured_again_after_a_clear(transformer, decoder) -> None:  # type: ignore[no-untyped-def]
+    captured, rows = decoder(), [row(transformer, 1)]
+    before, _ = captured.decode(rows)
+    exact = before.clone()
+    captured.clear()  # while what the step returned is still held, and with it a block of the graphs' memory
+    again, result = captured.decode(rows)
+    assert result is GraphResult.CAPTURED
+    assert torch.equal(again, exact)
+    assert before.shape == again.shape
+
+
 def test_clear_gives_the_memory_back(transformer, decoder) -> None:  # type: ignore[no-untyped-def]
     captured = decoder()
     rows = [row(transformer, 1)]
