@@ -40,9 +40,14 @@ def test_quality(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert swept["all"]["fp8_part"] == 1
     parts = [row["fp8_part"] for name, row in swept.items() if name.startswith("only")]
     assert sum(parts) == pytest.approx(1)
-    for row in swept.values():
-        assert len(row["errors"]) == 5 and all((error > 0) == (row["fp8_part"] > 0) for error in row["errors"])
-        assert max(row["errors"]) < 0.2
+    for name, row in swept.items():
+        undisturbed = [error == 0 for error in row["errors"]]
+        if name in quality.PROTECTIONS:
+            exact_steps = quality.PROTECTIONS[name].first_steps > 0
+            assert undisturbed[0] == exact_steps and undisturbed[-1] and not all(undisturbed)
+        else:
+            assert all(undisturbed) if row["fp8_part"] == 0 else not any(undisturbed)
+        assert len(row["errors"]) == 5 and max(row["errors"]) < 0.2
     assert [row["name"] for row in figures["pictures"]] == ["transformer fp8", "prefix KV fp8"]
     assert all(row["psnr_db"] > 15 for row in figures["pictures"])
 
