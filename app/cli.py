@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure(settings.log_level, settings.log_format)
     try:
         if args.command == "serve":
-            from app.server import serve
+            from app.launch import launch
 
-            serve(settings)
+            launch(settings)
         elif args.command == "eval":
             from app.evaluation.run import evaluate
 

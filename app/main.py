@@ -17,14 +17,12 @@ from app.errors import install_handlers
 from app.fetching import Fetcher
 from app.jobs import Jobs
 from app.links import Links
-from app.logs import load_logged
 from app.metrics import Metrics
 from app.middleware import PROBES, Authentication, BodyLimit, CrossOrigin, RequestContext, UnforeseenErrors
 from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
 from app.tracing import RequestSpans, exporting_tracer, record_stages
 from engine.engine import Engine, EngineState
-from engine.loading import load_runner
 from models.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    settings: Settings, engine: Engine | None = None, fetcher: Fetcher | None = None, tracer: Tracer | None = None
+    settings: Settings, engine: Engine, fetcher: Fetcher | None = None, tracer: Tracer | None = None
 ) -> FastAPI:
     """The whole service. It answers at once, and turns ready when the engine has loaded.
 
@@ -50,15 +48,15 @@ def create_app(
     counted = Metrics(partial(record_stages, tracer)) if tracer else Metrics()
     services = Services(
         settings=settings,
-        engine=engine or make_engine(settings, counted),
+        engine=engine,
         metrics=counted,
         links=Links(max_bytes=settings.link_store_bytes, lifetime_s=settings.link_seconds),
         fetcher=fetcher or Fetcher(settings.allow_fetch, max_bytes=settings.max_image_bytes),
         jobs=Jobs(max_jobs=settings.max_jobs, max_bytes=settings.job_store_bytes, max_age_s=settings.job_seconds),
     )
-    counted.watch(services.engine)
+    counted.watch(engine)
     app.state.services = services
-    app.state.engine = services.engine
+    app.state.engine = engine
     app.state.created = int(time.time())
     app.state.failure = None
     app.state.stop_server = lambda: None
@@ -81,13 +79,6 @@ def create_app(
         app.add_middleware(RequestSpans, tracer=tracer)
     app.add_middleware(RequestContext, is_closing=lambda: app.state.engine.state in CLOSING)
     return app
-
-
-def make_engine(settings: Settings, counted: Metrics) -> Engine:
-    """The engine that the settings ask for. Its worker logs like this process."""
-    config = settings.engine_config()
-    load = partial(load_logged, settings.log_level, settings.log_format, partial(load_runner, config))
-    return Engine(config, load=load, observe=counted.observe)
 
 
 @asynccontextmanager

@@ -119,7 +119,8 @@ class Metrics:
         return Histogram(f"easel_{name}", text, buckets=buckets, registry=self._registry)
 
     def watch(self, engine: Engine) -> None:
-        """Show what `engine` is doing at the moment of each reading."""
+        """Count what `engine` tells, and show what it is doing at the moment of each reading."""
+        engine.on_observation(self.observe)
         gauges = {
             "requests_running": ("Admitted requests of which something has run.", lambda: engine.num_running),
             "requests_waiting": ("Admitted requests of which nothing has run.", lambda: engine.num_waiting),

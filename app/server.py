@@ -1,4 +1,4 @@
-"""`easel serve`: the application under uvicorn, from an open port to a drained queue."""
+"""The application under uvicorn, from an open port to a drained queue."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from app.logs import LogFormat
 from app.main import create_app
 from app.protocol import Protocol
 from app.settings import Settings
+from engine.engine import Engine
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which common proxies drop an idle connection
 CLOSING_SECONDS = 10  # after the drain, for answers to reach their clients
@@ -80,11 +81,9 @@ def last_words(reason: str, log_format: LogFormat) -> None:
         print(f"easel: {reason}", file=sys.stderr)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, engine: Engine, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, drain, and end the process: status 0, or 1 and the reason on standard error."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until there is something to drain
-    listener = listen(settings.host, settings.port)
-    app = create_app(settings)
+    app = create_app(settings, engine)
     config = uvicorn.Config(
         app,
         http=Protocol.waiting(settings.request_seconds),
@@ -104,17 +103,3 @@ def serve(settings: Settings) -> None:
 
     app.state.stop_server = stop_server
     server.run(sockets=[listener])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take the port. Clients that come before the service is up wait instead of being refused."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-        # asyncio does this only for sockets that name their protocol. Without it the second packet of an answer waits
-        # for the client to acknowledge the first, which takes 40 ms.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        raise SystemExit(f"easel: can't listen on {host} port {port}: {error.strerror or error}") from error
-    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])
-    return listener

@@ -115,7 +115,8 @@ class Probe:
         config = EngineConfig(
             model=str(embedded_checkpoint()), device="cpu", max_queue=2 * max(LIVE), max_batch_rows=MAX_BATCH_ROWS
         )
-        self.engine = Engine(config, load=load_idle_runner, observe=self._observe)
+        self.engine = Engine(config, load=load_idle_runner)
+        self.engine.on_observation(self._observe)
 
     def _observe(self, observation: Observation) -> None:
         if isinstance(observation, WorkDone):

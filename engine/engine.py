@@ -80,19 +80,12 @@ Observation = WorkDone | OutOfMemoryRetried | DeviceMemory | WorkerRestarted
 class Engine:
     """One checkpoint on one device. Create, `start`, `generate` from any number of tasks, `stop`.
 
-    `load` builds the runner inside the worker; by default it loads the configured checkpoint. `observe` is told of
-    every item of work, for metrics.
+    `load` builds the runner inside the worker; by default it loads the configured checkpoint.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        load: LoadRunner | None = None,
-        observe: Callable[[Observation], None] = lambda observation: None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, load: LoadRunner | None = None) -> None:
         self._config = config
-        self._observe = observe
+        self._observe: Callable[[Observation], None] = lambda observation: None
         self._state = EngineState.LOADING
         self._failure: str | None = None
         self._card: ModelCard | None = None
@@ -101,6 +94,10 @@ class Engine:
         self._pending: dict[str, Pending] = {}
         self._serial = itertools.count()
         self._num_admitted = 0
+        # Idle OpenMP threads sleep instead of spinning: on a CPU that is shared (with this very process, or with others
+        # in a container) spinning made a step 7 to 20 times slower. Read when torch is first imported, here or in the
+        # worker, which inherits it.
+        os.putenv("GOMP_SPINCOUNT", "0")
         self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="easel-prepare")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -160,14 +157,18 @@ class Engine:
         """Call `callback` with the reason when a worker can't be replaced and the engine gives up."""
         self._on_failure = callback
 
+    def on_observation(self, callback: Callable[[Observation], None]) -> None:
+        """Call `callback` with every item of work that was done, for metrics."""
+        self._observe = callback
+
+    def launch(self) -> None:
+        """Let the worker begin to load, ahead of `start`, which returns the sooner. Needs no event loop."""
+        self._supervisor.launch()
+
     async def start(self) -> None:
         """Read the configs, load the weights and return when requests can be served. `CheckpointError` says what is
         wrong with the checkpoint."""
         started_s = time.monotonic()
-        # Idle OpenMP threads sleep instead of spinning: on a CPU that is shared (with this very process, or with others
-        # in a container) spinning made a step 7 to 20 times slower. Read when torch is first imported, here or in the
-        # worker, which inherits it.
-        os.putenv("GOMP_SPINCOUNT", "0")
         try:
             configs = await in_detached_thread(functools.partial(read_configs, self._config))
             card = self._card = model_card(self._config, configs)

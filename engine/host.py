@@ -18,6 +18,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,7 +44,11 @@ STUCK = 70  # exit status of a worker that lost its device or met a bug
 class Host(Protocol):
     """One worker, from its start to its end."""
 
-    def start(self) -> None: ...
+    def launch(self) -> None:
+        """Begin to load, ahead of `start` and of whoever listens to it. A thread begins only then."""
+        ...
+
+    def start(self, on_event: OnEvent, on_exit: OnExit) -> None: ...
 
     def send(self, command: Command) -> None: ...
 
@@ -59,29 +64,33 @@ class Host(Protocol):
 class ProcessHost:
     """A worker in a spawned process."""
 
-    def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
+    def __init__(self, load: LoadRunner, limits: Limits) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._worker_end = context.Pipe()
         self._active = context.RawArray(ctypes.c_char, ACTIVE_BYTES)
         self._process = context.Process(
             target=worker_main, args=(self._worker_end, self._active, load, limits), name="easel-worker", daemon=True
         )
-        self._on_event, self._on_exit = on_event, on_exit
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
-    def start(self) -> None:
+    def launch(self) -> None:
         # The worker inherits the mask: a signal for the whole group must not hit it before it can ignore them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._worker_end.close()
         atexit.register(self._process.kill)  # the worker ignores the signals that end this process
-        for target in (self._send_commands, self._receive_events):
-            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
+
+    def start(self, on_event: OnEvent, on_exit: OnExit) -> None:
+        if self._process.pid is None:
+            self.launch()
+        receive = partial(self._receive_events, on_event, on_exit)
+        for name, target in (("send_commands", self._send_commands), ("receive_events", receive)):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def send(self, command: Command) -> None:
         self._outbox.put(command)
@@ -108,30 +117,33 @@ class ProcessHost:
         except OSError:
             return  # the worker is gone; whoever listens to its end replays what it had
 
-    def _receive_events(self) -> None:
+    def _receive_events(self, on_event: OnEvent, on_exit: OnExit) -> None:
         try:
             while True:
-                self._on_event(self._pipe.recv())
+                on_event(self._pipe.recv())
         except (EOFError, OSError, pickle.UnpicklingError):
             pass  # the worker ended, maybe in the middle of a message
         self._process.join()
         self._outbox.put(Stop())  # lets the sending thread go
         atexit.unregister(self._process.kill)
-        self._on_exit(self._process.exitcode)
+        on_exit(self._process.exitcode)
 
 
 class ThreadHost:
     """A worker in a thread, for tests, debugging and one-off use. It can't be killed and takes this process along
     where a process of its own would only end itself."""
 
-    def __init__(self, load: LoadRunner, limits: Limits, on_event: OnEvent, on_exit: OnExit) -> None:
+    def __init__(self, load: LoadRunner, limits: Limits) -> None:
         self._load, self._limits = load, limits
-        self._on_event, self._on_exit = on_event, on_exit
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._active: tuple[str, ...] = ()
-        self._thread = threading.Thread(target=self._run, name="easel-worker", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
+        pass
+
+    def start(self, on_event: OnEvent, on_exit: OnExit) -> None:
+        self._thread = threading.Thread(target=self._run, args=(on_event, on_exit), name="easel-worker", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -141,6 +153,8 @@ class ThreadHost:
         self._commands.put(Stop())
 
     def join(self, timeout_s: float) -> bool:
+        if self._thread is None:
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -150,9 +164,9 @@ class ThreadHost:
     def _note_active(self, request_ids: tuple[str, ...]) -> None:
         self._active = request_ids
 
-    def _run(self) -> None:
-        code = run_loop(self._load, self._limits, self._commands, self._on_event, self._note_active)
-        self._on_exit(code or None)
+    def _run(self, on_event: OnEvent, on_exit: OnExit) -> None:
+        code = run_loop(self._load, self._limits, self._commands, on_event, self._note_active)
+        on_exit(code or None)
 
 
 def run_loop(

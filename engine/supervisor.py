@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.host import Host, LoadRunner, ProcessHost, ThreadHost
@@ -51,8 +52,7 @@ class Supervisor:
         on_give_up: Callable[[str], None],
         is_busy: Callable[[], bool],
     ) -> None:
-        self._load, self._limits = load, limits
-        self._host_type = ProcessHost if in_process else ThreadHost
+        self._new_host = partial(ProcessHost if in_process else ThreadHost, load, limits)
         self._hang_timeout_s = hang_timeout_s
         self._on_event, self._on_death, self._on_give_up = on_event, on_death, on_give_up
         self._is_busy = is_busy
@@ -74,11 +74,16 @@ class Supervisor:
         """The worker's process id, where it is a process."""
         return self._host.pid if isinstance(self._host, ProcessHost) else None
 
+    def launch(self) -> None:
+        """Let the first worker begin to load, ahead of `start` and without an event loop."""
+        self._host = self._new_host()
+        self._host.launch()
+
     async def start(self) -> None:
         """Start the first worker and return when it is ready. `CheckpointError` says why it can't be."""
         loop = asyncio.get_running_loop()
         self._first_start = loop.create_future()
-        await self._start_worker()
+        await self._start_worker(self._host or self._new_host())
         self._watchdog = loop.create_task(self._watch(), name="watch the worker")
         await self._first_start
 
@@ -101,7 +106,7 @@ class Supervisor:
             host.kill()
             await asyncio.to_thread(host.join, STOP_TIMEOUT_S)
 
-    async def _start_worker(self) -> None:
+    async def _start_worker(self, host: Host) -> None:
         loop = asyncio.get_running_loop()
         self._ready = self._hung = False
         self._failure = None
@@ -114,8 +119,8 @@ class Supervisor:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._exited, host, code)
 
-        host = self._host = self._host_type(self._load, self._limits, on_event, on_exit)
-        await asyncio.to_thread(host.start)
+        self._host = host
+        await asyncio.to_thread(host.start, on_event, on_exit)
 
     def _receive(self, host: Host, event: Event) -> None:
         if host is not self._host:
@@ -147,7 +152,7 @@ class Supervisor:
             self._on_give_up(f"the worker can't be started again: {reason}")
             return
         self._on_death(Death(host.active() if self._is_blamable(code) else (), reason))
-        self._restart = asyncio.ensure_future(self._start_worker())
+        self._restart = asyncio.ensure_future(self._start_worker(self._new_host()))
 
     def _describe(self, code: int | None) -> str:
         if self._hung:

@@ -18,7 +18,7 @@ def load(config: EngineConfig) -> Runner:
 
 
 if __name__ == "__main__":
-    import app.main
+    import app.launch
 
-    app.main.load_runner = load
+    app.launch.load_runner = load
     main()

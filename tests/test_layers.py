@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {"app": {"app", "engine", "models"}, "engine": {"engine", "models"}, "models": {"models"}}
 SOURCES = sorted(path for layer in MAY_IMPORT for path in (ROOT / layer).rglob("*.py"))
 HTTP_PACKAGES = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_settings", "httpx", "httpx2", "httpcore2"}
+HTTP_SERVER = {"fastapi", "starlette", "uvicorn"}
 WITHOUT_TORCH = [
     "app.settings",
     "app.cli",
+    "app.launch",
     "app.server",
     "engine.config",
     "engine.errors",
@@ -104,6 +106,11 @@ def test_lengths(path: Path) -> None:
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_loads_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_worker_is_launched_before_the_web_framework_is_imported() -> None:
+    code = f"import sys, app.cli, app.launch; sys.exit(bool({HTTP_SERVER!r} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -20,7 +20,7 @@ from app.fetching import Fetcher
 from app.main import create_app
 from app.protocol import Protocol
 from app.settings import Settings
-from engine.engine import EngineState
+from engine.engine import EngineState, Observation
 from engine.errors import NotReady, QueueFull, RequestCancelled
 from engine.request import (
     Admitted,
@@ -73,6 +73,9 @@ class GradientEngine:
 
     async def stop(self, drain_s: float) -> None:
         self.state, self.drained_s = EngineState.STOPPED, drain_s
+
+    def on_observation(self, callback: Callable[[Observation], None]) -> None:
+        pass
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         self.give_up = callback

@@ -9,7 +9,7 @@ import socket
 import pytest
 from PIL import Image
 
-from app.server import listen
+from app.launch import listen
 
 URL = "/v1/images/generations"
 

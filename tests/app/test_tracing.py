@@ -52,6 +52,7 @@ def test_the_standard_variable_asks_for_it(monkeypatch):
 
 
 def test_nothing_is_imported_unasked():
-    code = "import sys, app.main; from app.settings import Settings; app.main.create_app(Settings()); "
+    code = "import sys; from app.main import create_app; from app.launch import make_engine; "
+    code += "from app.settings import Settings; create_app(Settings(), make_engine(Settings())); "
     code += "sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -21,7 +21,8 @@ async def running(
     """An engine on a checkpoint; inline, unless `worker="process"` is among the config."""
     chosen = EngineConfig(**{"model": str(folder), "worker": "inline", **config})  # type: ignore[arg-type]
     load = functools.partial(load_faulty_runner, chosen) if faulty else None
-    engine = Engine(chosen, load=load, observe=observe)
+    engine = Engine(chosen, load=load)
+    engine.on_observation(observe)
     await engine.start()
     try:
         yield engine
