@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from engine.config import EngineConfig
 from engine.loading import load_runner
 from engine.runner import Runner
 from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Work
+from models.vae import Vae
 
 RAISE_AT_STEP_11 = 1_000_001
 RAISE_IN_ENCODE = 1_000_002
@@ -22,6 +25,8 @@ OOM_IN_PREFILL = 1_000_011
 OOM_IN_STEP = 1_000_012
 OOM_IN_DECODE = 1_000_013
 OOM_IN_BATCHES = 1_000_014  # fits alone, does not fit with others
+OOM_IN_DECODE_OVER_256_PX = 1_000_015
+OOM_IN_EVERY_TILE = 1_000_016
 ABORT_AT_STEP_2 = 1_000_021
 HANG_AT_STEP_2 = 1_000_022
 LOSE_DEVICE_AT_STEP_2 = 1_000_023
@@ -33,7 +38,9 @@ FAILS_ALONE = {  # the code of the error that a request at fault ends with
     OOM_IN_PREFILL: "out_of_memory",
     OOM_IN_STEP: "out_of_memory",
     OOM_IN_DECODE: "out_of_memory",
+    OOM_IN_EVERY_TILE: "out_of_memory",
 }
+DECODES_PX = {OOM_IN_DECODE_OVER_256_PX: 256, OOM_IN_EVERY_TILE: 0}  # the longest side that the VAE has memory for
 
 
 class FaultyRunner(Runner):
@@ -78,11 +85,33 @@ class FaultyRunner(Runner):
             time.sleep(3600)
         if steps.get(LOSE_DEVICE_AT_STEP_2) == 1:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        result = super()._run(work)
+        fitting_px = min((DECODES_PX[seed] for seed in seeds if seed in DECODES_PX), default=None)
+        if fitting_px is None or not isinstance(work, DecodeImage):
+            result = super()._run(work)
+        else:
+            with decoding_at_most(self.model.vae, fitting_px):
+                result = super()._run(work)
         for sample in samples:
             if sample.step == 1 and self._states[sample.request_id].request.seeds[0] == NAN_AT_STEP_2:
                 self._states[sample.request_id].latents[sample.image_index].fill_(float("nan"))
         return result
+
+
+@contextlib.contextmanager
+def decoding_at_most(vae: Vae, side_px: int) -> Iterator[None]:
+    """Let the VAE run out of memory on anything larger."""
+    decode = vae.decode
+
+    def limited(latents: torch.Tensor) -> torch.Tensor:
+        if max(latents.shape[-2:]) * vae.config.spatial_ratio > side_px:
+            raise torch.OutOfMemoryError("injected")
+        return decode(latents)
+
+    vae.decode = limited  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del vae.decode
 
 
 def load_faulty_runner(config: EngineConfig) -> FaultyRunner:

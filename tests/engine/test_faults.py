@@ -71,3 +71,16 @@ async def test_a_step_that_does_not_fit_takes_the_memory_of_others(engine: Engin
     [failed] = await together(engine, faults.OOM_IN_STEP)
     assert isinstance(failed, GenerationFailed)
     assert psnr_db((await task).images[0].pixels, alone.images[0].pixels) > 50
+
+
+async def test_a_picture_that_does_not_fit_the_vae_is_decoded_in_tiles(engine: Engine) -> None:
+    """Neither the whole nor tiles of 512 px do; the next picture is decoded as a whole again."""
+    large = replace(GOOD, size_px=(544, 288), num_steps=2)
+    tiled = await engine.generate(replace(large, seed=faults.OOM_IN_DECODE_OVER_256_PX), request_id="tiled")
+    assert tiled.images[0].pixels.shape == (288, 544, 4)
+    whole = await engine.generate(large, request_id="whole")
+    with pytest.raises(GenerationFailed) as failed:
+        await engine.generate(replace(large, seed=faults.OOM_IN_EVERY_TILE), request_id="failed")
+    assert failed.value.code == "out_of_memory"
+    again = await engine.generate(large, request_id="again")
+    assert psnr_db(again.images[0].pixels, whole.images[0].pixels) > 80
