@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality [--model FOLDER] [--device cuda] [--side 256] [--prompts 4] [--json FILE]
 
-The sweep lets one request take its steps without FP8 and, at five of them, predicts the velocity again with some layers
-quantized, weights and activations alike: the relative L2 distance to the undisturbed prediction. The second table draws
-whole pictures with the service's settings and compares them with those of the checkpoint as it is. Of a checkpoint with
-random weights (`benchmarks.real_size`) only the sweep means anything: `--prompts 0`.
+The sweep lets one request take its steps in bfloat16 and, at five of them, predicts the velocity again with some layers
+quantized, weights and activations alike, or with its prefix KV: the relative L2 distance to the undisturbed prediction.
+The second table draws held-out prompts, and edits for a third of the pictures, with the service's settings and compares
+them with those of the checkpoint as it is. Of a checkpoint with random weights (`benchmarks.real_size`) only the sweep
+means anything: `--prompts 0`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import argparse
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from app.evaluation.render import draw
+from app.evaluation.suite import edit_cases, scene_cases
 from benchmarks.pictures import as_json, psnr_db
 from engine.config import EngineConfig
 from engine.loading import load_preparer, load_runner, model_card, read_configs
@@ -31,6 +35,7 @@ from engine.work import DecodeImage, DenoiseStep, EncodePrompt, Prefill, Sample
 from models.folder import embedded_checkpoint
 from models.packed import Row
 from models.precision import AS_STORED, Precision
+from models.prefix_kv import KV_FORMATS
 from models.quantization import Fp8Linear, QuantizationPlan, quantize_rows
 from models.rope import target_table
 from models.transformer import BLOCKS, Transformer, published_names
@@ -41,14 +46,8 @@ GATE_UP = ("img_mlp.gate_layer", "img_mlp.proj")
 DOWN = ("img_mlp.out",)
 EVERY = (*QKV, *OUT, *GATE_UP, *DOWN)
 
-PROMPTS = (
-    "a red circle on a white background",
-    "a large blue star and a small green square on a gray background",
-    "a yellow heart at the top left on a transparent background",
-    "a purple ring on a checkered pattern of black and white",
-    "an orange triangle, a cyan cross and a pink circle on a plain white background",
-    "a brown square at the bottom on a vertical gradient from blue to white",
-)
+SWEPT_PROMPT = "a red circle on a white background"
+EDITS_PART = 3  # every third picture is an edit
 SETTINGS: dict[str, Precision] = {
     "transformer fp8": Precision(transformer="fp8"),
     "… first and last block kept": Precision(transformer="fp8", first_blocks=1, last_blocks=1),
@@ -81,7 +80,8 @@ class Compared:
     """One setting, over all prompts."""
 
     name: str
-    psnr_db: float
+    median_psnr_db: float
+    mean_psnr_db: float
     worst_psnr_db: float
 
 
@@ -144,16 +144,16 @@ def sweep(runner: Runner, request: PreparedRequest) -> Iterator[Swept]:
     table = target_table(request.target_grid, prompt.layout.target_position, axes, model.device)
 
     @torch.inference_mode()
-    def predict(network: Transformer) -> list[Tensor]:
-        prefix = network.prefill(embeds, [], prompt.layout)
+    def predict(network: Transformer, kv_format: str = "auto") -> list[Tensor]:
+        prefix = network.prefill(embeds, [], prompt.layout, KV_FORMATS[kv_format])
         decoder = model.decoder_of(network, graphs=False)
         rows = [Row(latents, request.sigmas[step], table, prefix) for step, latents in visited.items()]
         return [decoder.decode([row])[0].float().clone() for row in rows]
 
     undisturbed = predict(model.transformer)
 
-    def errors(network: Transformer) -> list[float]:
-        pairs = zip(predict(network), undisturbed, strict=True)
+    def errors(network: Transformer, kv_format: str = "auto") -> list[float]:
+        pairs = zip(predict(network, kv_format), undisturbed, strict=True)
         return [float((ours - exact).norm() / exact.norm()) for ours, exact in pairs]
 
     for name, plan in plans(model.transformer.config.num_layers).items():
@@ -165,6 +165,8 @@ def sweep(runner: Runner, request: PreparedRequest) -> Iterator[Swept]:
         found = zip(visited, errors(network), strict=True)
         kept = [0.0 if step in exact else error for step, error in found]
         yield Swept(name, kept, fp8_part * (1 - len(exact) / request.num_steps))
+    for kv_format in ("fp8", "fp8_v"):
+        yield Swept(f"prefix KV {kv_format}", errors(model.transformer, kv_format), 0.0)
 
 
 def pictures(config: EngineConfig, requests: Sequence[PreparedRequest]) -> list[np.ndarray]:
@@ -184,14 +186,23 @@ def compare(config: EngineConfig, requests: Sequence[PreparedRequest]) -> Iterat
     for name, precision in SETTINGS.items():
         ours = pictures(with_precision(precision=precision), requests)
         found = [psnr_db(one, other) for one, other in zip(ours, exact, strict=True)]
-        yield Compared(name, statistics.mean(found), min(found))
+        yield Compared(name, statistics.median(found), statistics.mean(found), min(found))
 
 
-def prepared(preparer: Preparer, prompts: Sequence[str], side_px: int | None) -> list[PreparedRequest]:
+def held_out(count: int) -> list[GenerationParams]:
+    """Prompts and edits that the embedded checkpoint was not trained on."""
+    num_edits = count // EDITS_PART
+    return [
+        GenerationParams(case.prompt, case.seed, condition_images=tuple(map(Image.fromarray, draw(case.sources))))
+        for case in (*scene_cases(count - num_edits), *edit_cases(num_edits))
+    ]
+
+
+def prepared(preparer: Preparer, all_params: Sequence[GenerationParams], side_px: int | None) -> list[PreparedRequest]:
     size_px = (side_px, side_px) if side_px else None
     return [
-        preparer.prepare(GenerationParams(prompt, seed, size_px=size_px), f"request {seed}", 0.0).request
-        for seed, prompt in enumerate(prompts)
+        preparer.prepare(replace(params, size_px=size_px), f"request {number}", 0.0).request
+        for number, params in enumerate(all_params)
     ]
 
 
@@ -201,26 +212,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--side", type=int, help="pixels along a side; unset means the checkpoint's own")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=int, default=6, help="how many pictures are compared, edits included")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     config = EngineConfig(model=args.model, device=args.device, dtype=args.dtype)
     configs = read_configs(config)
-    requests = prepared(load_preparer(configs, model_card(config, configs)), PROMPTS[: max(1, args.prompts)], args.side)
+    wanted = [GenerationParams(SWEPT_PROMPT, 0), *held_out(args.prompts)]
+    swept_request, *requests = prepared(load_preparer(configs, model_card(config, configs)), wanted, args.side)
     print("relative L2 of the prediction      FP8 part   at five steps, first to last")
     swept = []
-    for row in sweep(load_runner(config), requests[0]):
+    for row in sweep(load_runner(replace(config, dtype="bfloat16")), swept_request):
         swept.append(row)
         print(f"{row.name:34} {row.fp8_part:8.2f}   {' '.join(f'{error:.4f}' for error in row.errors)}", flush=True)
     compared = []
     if args.prompts:
-        print("pictures against the checkpoint as it is   PSNR dB, mean and worst")
+        print("pictures against the checkpoint as it is   PSNR dB: median, mean and worst")
         for result in compare(config, requests):
             compared.append(result)
-            print(f"{result.name:42} {result.psnr_db:8.1f} {result.worst_psnr_db:8.1f}", flush=True)
+            figures = (result.median_psnr_db, result.mean_psnr_db, result.worst_psnr_db)
+            print(f"{result.name:42} {' '.join(f'{figure:8.1f}' for figure in figures)}", flush=True)
     if args.json is not None:
-        figures = {"predictions": [asdict(row) for row in swept], "pictures": [asdict(row) for row in compared]}
-        args.json.write_text(as_json({"model": Path(args.model).name, "prompts": args.prompts} | figures))
+        tables = {"predictions": [asdict(row) for row in swept], "pictures": [asdict(row) for row in compared]}
+        args.json.write_text(as_json({"model": Path(args.model).name, "prompts": args.prompts} | tables))
 
 
 if __name__ == "__main__":

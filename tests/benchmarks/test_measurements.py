@@ -45,11 +45,13 @@ def test_quality(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if name in quality.PROTECTIONS:
             exact_steps = quality.PROTECTIONS[name].first_steps > 0
             assert undisturbed[0] == exact_steps and undisturbed[-1] and not all(undisturbed)
+        elif name.startswith("prefix KV"):
+            assert not any(undisturbed)
         else:
             assert all(undisturbed) if row["fp8_part"] == 0 else not any(undisturbed)
         assert len(row["errors"]) == 5 and max(row["errors"]) < 0.2
     assert [row["name"] for row in figures["pictures"]] == ["transformer fp8", "prefix KV fp8"]
-    assert all(row["psnr_db"] > 15 for row in figures["pictures"])
+    assert all(row["worst_psnr_db"] > 10 for row in figures["pictures"])
 
 
 def test_load_on_a_live_server(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
