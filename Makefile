@@ -1,7 +1,8 @@
 # Everything runs in .venv, which is made on first use and renewed when pyproject.toml or constraints.txt change.
 #   make serve                      the service on port 8000, with the embedded demo checkpoint
 #   make serve ARGS="--port 9000"   … with flags, or a checkpoint: ARGS=Qwen/Qwen-Image-2.1
-#   make test ARGS="-k settings"    the CPU tests; clients that need packages of their own run in .venv-clients
+#   make test ARGS="-k settings"    the CPU tests, in two processes; clients that need packages of their own run in
+#                                   .venv-clients
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
 
 test: $(VENV)/.installed-dev $(CLIENTS)/.installed
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
