@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -63,7 +64,9 @@ async def test_a_body_that_drips_is_ended(serve, engine) -> None:
             break
         writer.write(b" ")
         await asyncio.sleep(PATIENCE_S / 6)
-    assert_timed_out(await answer)
+    assert answer.done()
+    with contextlib.suppress(ConnectionResetError):  # a byte that comes after the answer can take it along
+        assert_timed_out(await answer)
     writer.close()
 
 
