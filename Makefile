@@ -7,9 +7,10 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+TOOLS := .venv-tools
 ARGS ?=
 
-.PHONY: serve test lint format settings-page clean
+.PHONY: serve test lint format settings-page lock audit sbom licences clean
 
 serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
@@ -29,8 +30,18 @@ format: $(VENV)/.installed-dev
 settings-page: $(VENV)/.installed
 	$(VENV)/bin/python -m app.settings_page > docs/settings.md
 
+# What the image installs, for the Python of the Dockerfile, from pip's default index. With TORCH_INDEX_URL also
+# torch's CPU build, of the same version, from that index.
+LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate \
+    --no-emit-index-url --custom-compile-command "make lock"
+
+lock: $(TOOLS)/.installed
+	$(LOCK) -c constraints.txt --extra otel -o docker/requirements.txt pyproject.toml
+	test -z "$(TORCH_INDEX_URL)" || echo torch | \
+	    $(LOCK) --upgrade -c constraints.txt --no-deps --default-index "$(TORCH_INDEX_URL)" -o docker/torch-cpu.txt -
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TOOLS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -50,4 +61,9 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 $(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/bin/python
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	touch $@
+
+$(TOOLS)/.installed: .ci/tools.txt $(VENV)/bin/python
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet -r .ci/tools.txt
 	touch $@

@@ -75,7 +75,8 @@ def test_image_copies_what_exists_and_is_not_ignored() -> None:
 
 
 def test_image_is_pinned_and_not_root() -> None:
-    bases = [line.split()[0] for line in instructions("FROM")]
+    stages = {line.split()[2] for line in instructions("FROM") if " AS " in line}
+    bases = [line.split()[0] for line in instructions("FROM") if line.split()[0] not in stages]
     assert len(set(bases)) == 1
     assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", bases[0])
     (user,) = instructions("USER")
@@ -155,8 +156,25 @@ def test_published_ports_differ_and_reach_the_image() -> None:
     assert len({host for _, host, _ in published}) == len(published)
 
 
+def test_code_is_installed_after_what_it_needs() -> None:
+    """A change of the code must not fetch gigabytes again: the locked packages are a layer of their own."""
+    stages = re.split(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert stages[1] == "dependencies" and "docker/install.sh" in stages[2]
+    assert not re.search(r"\b(app|engine|models|pyproject\.toml)\b", stages[2].partition("ENV")[2])
+
+
+def test_the_gpu_image_can_compile_and_load_kernels() -> None:
+    """Triton needs a C compiler, and loads what it built from its cache; Docker mounts a tmpfs noexec unless told."""
+    assert any(re.search(r"install .*\bgcc libc6-dev\b", line) for line in instructions("RUN"))
+    (tmpfs,) = SERVICES["easel-gpu"]["tmpfs"]
+    folder, _, options = tmpfs.partition(":")
+    assert Path(folder) in Path(image_environment()["TRITON_CACHE_DIR"]).parents and "exec" in options.split(",")
+    (cpu_tmpfs,) = SERVICES["easel"]["tmpfs"]
+    assert "exec" not in cpu_tmpfs.partition(":")[2].split(",")
+
+
 def test_installs_from_what_the_image_copies(tmp_path: Path) -> None:
-    """The packages alone, not the gigabytes that they depend on: those are borrowed from this environment."""
+    """The image's own commands on the project alone; the gigabytes that it needs are borrowed from this environment."""
     for source, destination in copied_from_context():
         if destination.startswith("/"):
             continue  # of the last stage, after the installation
@@ -166,9 +184,11 @@ def test_installs_from_what_the_image_copies(tmp_path: Path) -> None:
         else:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / source, target)
-    install = ["sh", "docker/install.sh", str(tmp_path / "easel"), "--quiet", "--no-deps"]
-    environment = os.environ | {"PYTHON": sys.executable, "TORCH_INDEX_URL": ""}
-    subprocess.run(install, cwd=tmp_path / "src", env=environment, check=True, timeout=300)
+    build, install = (re.sub(r"--mount=\S+", "", line) for line in instructions("RUN") if "/wheels" in line)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "easel"], check=True)
+    for command, pip in ((build, f"{sys.executable} -m pip"), (install, f"{tmp_path}/easel/bin/pip")):
+        command = command.replace("/opt/easel/bin/pip", pip).replace("/wheels", f"{tmp_path}/wheels")
+        subprocess.run(command, shell=True, cwd=tmp_path / "src", check=True, timeout=300)
     shutil.rmtree(tmp_path / "src")
 
     borrowed = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
