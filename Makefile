@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"   … with flags, or a checkpoint: ARGS=Qwen/Qwen-Image-2.1
 #   make test ARGS="-k settings"    the CPU tests, in two processes; clients that need packages of their own run in
 #                                   .venv-clients
+#   make lock, audit, sbom          pin what the image installs, ask for known holes in it, list it in sbom.json
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ ARGS ?=
 serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
 
-test: $(VENV)/.installed-dev $(CLIENTS)/.installed
+test: $(VENV)/.installed-dev $(CLIENTS)/.installed $(TOOLS)/.installed
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -39,6 +40,15 @@ lock: $(TOOLS)/.installed
 	$(LOCK) -c constraints.txt --extra otel -o docker/requirements.txt pyproject.toml
 	test -z "$(TORCH_INDEX_URL)" || echo torch | \
 	    $(LOCK) --upgrade -c constraints.txt --no-deps --default-index "$(TORCH_INDEX_URL)" -o docker/torch-cpu.txt -
+
+audit: $(TOOLS)/.installed
+	$(TOOLS)/bin/python .ci/audit.py $(ARGS)
+
+sbom: $(TOOLS)/.installed
+	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml -o sbom.json docker/requirements.txt
+
+licences: $(TOOLS)/.installed
+	$(TOOLS)/bin/python .ci/licences.py
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(TOOLS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

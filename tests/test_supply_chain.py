@@ -4,13 +4,18 @@ licences that let it be passed on. The steps that install run for real, on small
 from __future__ import annotations
 
 import hashlib
+import http.server
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRA = "otel"  # of the optional packages, what the image has
 OLDEST_SAFE = {"pillow": "13.0", "starlette": "1.3.1", "python-multipart": "0.0.34", "h11": "0.16", "torch": "2.10"}
+TOOLS = ROOT / ".venv-tools" / "bin"
 CUDA_PARTS = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 
 
@@ -184,3 +190,100 @@ def test_what_is_not_locked_is_refused(image: Image) -> None:
     locked = publish(image.index, "other", "1.0", content="Requires-Dist: unlocked==1.0\n")
     image.lock.write_text(locked)
     assert "unlocked==1.0" in image.install(cpu=False)
+
+
+with_tools = pytest.mark.skipif(not TOOLS.exists(), reason="there is no .venv-tools: make test makes it")
+
+
+class Advisories(http.server.BaseHTTPRequestHandler):
+    """Answers as OSV does, and knows of one hole, in `holed`."""
+
+    holed: str | None = None
+
+    def do_POST(self) -> None:
+        name = json.loads(self.rfile.read(int(self.headers["content-length"])))["package"]["name"]
+        ranges = [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "999"}]}]
+        affected = [{"package": {"name": name, "ecosystem": "PyPI"}, "ranges": ranges}]
+        hole = {"id": "PYSEC-2026-1", "summary": "a hole", "modified": "2026-01-01T00:00:00Z", "affected": affected}
+        answer = json.dumps({"vulns": [hole]} if name == self.holed else {}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def advisories() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Advisories) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def audit(url: str) -> subprocess.CompletedProcess[str]:
+    command = [TOOLS / "python", ROOT / ".ci" / "audit.py", "-s", "osv", "--osv-url", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@with_tools
+def test_audit_fails_on_a_known_hole_alone(advisories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = audit(advisories)
+    assert clean.returncode == 0 and "knows of 0 vulnerabilities" in clean.stdout, clean
+    monkeypatch.setattr(Advisories, "holed", "pillow")
+    holed = audit(advisories)
+    assert holed.returncode == 1 and re.search(r"pillow [\d.]+: PYSEC-2026-1, fixed in 999", holed.stdout), holed
+
+
+@with_tools
+def test_audit_says_in_one_line_that_nobody_could_be_asked() -> None:
+    silent = audit("http://127.0.0.1:1")
+    assert silent.returncode == 3
+    assert silent.stdout.startswith("audit: not run: ") and silent.stdout.count("\n") == 1
+
+
+@with_tools
+def test_the_sbom_lists_what_is_locked(tmp_path: Path) -> None:
+    """cyclonedx-py validates what it writes, and ends with an error for a document that isn't valid."""
+    (recipe,) = re.findall(r"^sbom:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    program, *options = recipe.replace("$(TOOLS)/bin", str(TOOLS)).replace("sbom.json", f"{tmp_path}/sbom.json").split()
+    subprocess.run([program, *options], cwd=ROOT, check=True, capture_output=True, timeout=200)
+    sbom = json.loads((tmp_path / "sbom.json").read_text())
+    assert sbom["bomFormat"] == "CycloneDX" and sbom["metadata"]["component"]["name"] == "easel"
+    listed = {component["purl"].partition("?")[0] for component in sbom["components"]}
+    assert listed == {f"pkg:pypi/{name}@{version_of(pin)}" for name, (pin, _) in LOCKED.items()}
+    assert all(component["externalReferences"][0]["hashes"] for component in sbom["components"])
+
+
+def listed_licences() -> dict[str, tuple[str, str]]:
+    """Package → (version, licence) of docs/licences.md."""
+    page = (ROOT / "docs" / "licences.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", page, flags=re.MULTILINE)
+    return {canonicalize_name(name): (version, licence) for name, version, licence in rows[1:]}
+
+
+def test_licences_are_known_and_let_it_be_passed_on() -> None:
+    licences = listed_licences()
+    assert {name: version for name, (version, _) in licences.items()} == {
+        name: str(version_of(pin))
+        for name, (pin, _) in LOCKED.items()
+        if pin.marker is None or pin.marker.evaluate({"sys_platform": "linux", "platform_machine": "x86_64"})
+    }
+    for name, (_, licence) in licences.items():
+        assert not re.search(r"unknown|GPL|General Public|SSPL|EUPL|BUSL|NonCommercial|-NC", licence), (name, licence)
+        assert "roprietary" not in licence or name.startswith("nvidia-"), (name, licence)
+
+
+def test_licences_are_what_the_packages_state() -> None:
+    licence = runpy.run_path(str(ROOT / ".ci" / "licences.py"))["licence"]
+    listed = listed_licences()
+    compared = [name for name in needed() if metadata.version(name) == listed[name][0]]
+    assert len(compared) > 40
+    for name in compared:
+        assert licence(metadata.metadata(name).json) == listed[name][1], name
+    assert licence({"name": "x", "license": "GPL-3.0\nthe text"}) == "GPL-3.0"
+    assert licence({"name": "x", "classifier": ["Topic :: x"]}) == "unknown"
