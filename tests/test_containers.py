@@ -4,6 +4,7 @@ steps that install run in a copy of what the image would hold."""
 from __future__ import annotations
 
 import http.server
+import ipaddress
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -230,15 +232,76 @@ def test_healthcheck(probed: str) -> None:
     assert check("http://127.0.0.1:1/health/ready").returncode == 1
 
 
+KUBERNETES: dict[str, dict[str, Any]] = {
+    manifest["kind"]: manifest
+    for manifest in yaml.safe_load_all((ROOT / "docker" / "kubernetes" / "easel.yaml").read_text())
+}
+POD = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+each_manifest = pytest.mark.parametrize("manifest", KUBERNETES.values(), ids=KUBERNETES.keys())
+
+
+@each_manifest
+def test_kubernetes_manifests_follow_its_schemas(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    misspelt = manifest | {"spec": manifest["spec"] | {"selectr": {}}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, kubernetes_validate.latest_version(), strict=True)
+
+
 def test_kubernetes_starts_what_the_image_and_the_settings_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment, service, scaler = yaml.safe_load_all((ROOT / "docker" / "kubernetes" / "easel.yaml").read_text())
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    settings = settings_of({entry["name"]: entry.get("value") for entry in container["env"]}, monkeypatch)
-    assert pod["terminationGracePeriodSeconds"] > settings.drain_seconds + 10
-    assert [str(port["containerPort"]) for port in container["ports"]] == instructions("EXPOSE")
-    assert container["startupProbe"]["httpGet"]["path"] == container["readinessProbe"]["httpGet"]["path"]
-    assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
-    assert str(pod["securityContext"]["runAsUser"]) in instructions("USER") and pod["enableServiceLinks"] is False
-    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
-    assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == "easel_backlog_seconds"
+    settings = settings_of({entry["name"]: entry.get("value") for entry in CONTAINER["env"]}, monkeypatch)
+    assert POD["enableServiceLinks"] is False
+    before = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert POD["terminationGracePeriodSeconds"] > before + settings.drain_seconds + 10
+    (port,) = CONTAINER["ports"]
+    assert [str(port["containerPort"])] == instructions("EXPOSE")
+    parsed = build_parser().parse_args(["serve", *CONTAINER["args"]])
+    assert parsed.model == CONTAINER["args"][0]
+    assert {entry["name"]: entry["mountPath"] for entry in CONTAINER["volumeMounts"]} == {
+        "models": image_environment()["HF_HOME"],
+        "tmp": str(Path(image_environment()["TRITON_CACHE_DIR"]).parent),
+    }
+
+
+def test_kubernetes_probes_ask_for_the_right_thing() -> None:
+    probes = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    assert {name: probe["httpGet"]["path"] for name, probe in probes.items()} == {
+        "startup": "/health/ready",
+        "readiness": "/health/ready",
+        "liveness": "/health/live",  # a worker that is replaced must not end the process that replaces it
+    }
+    assert all(probe["httpGet"]["port"] == CONTAINER["ports"][0]["name"] for probe in probes.values())
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800, "a checkpoint's download"
+
+
+def test_kubernetes_gives_the_pod_nothing_it_does_not_need() -> None:
+    (user,) = instructions("USER")
+    assert POD["securityContext"]["runAsNonRoot"] is True and POD["securityContext"]["runAsUser"] == int(user)
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert POD["automountServiceAccountToken"] is False
+    assert CONTAINER["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert CONTAINER["resources"]["limits"]["memory"] and CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 1
+    policy = KUBERNETES["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    names, world = policy["egress"]
+    assert {rule["port"] for rule in names["ports"]} == {53} and {rule["port"] for rule in world["ports"]} == {443}
+    outside = [ipaddress.ip_network(block) for block in world["to"][0]["ipBlock"]["except"]]
+    for inner in ("10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"):
+        assert any(ipaddress.ip_address(inner) in block for block in outside), inner
+
+
+def test_kubernetes_selects_and_scales_the_deployment() -> None:
+    labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert KUBERNETES["Service"]["spec"]["selector"] == labels
+    assert KUBERNETES["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    assert KUBERNETES["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    scaler = KUBERNETES["HorizontalPodAutoscaler"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == KUBERNETES["Deployment"]["metadata"]["name"]
+    assert scaler["metrics"][0]["pods"]["metric"]["name"] == "easel_backlog_seconds"
+    assert "replicas" not in KUBERNETES["Deployment"]["spec"], "applied again, it would undo what the autoscaler did"
