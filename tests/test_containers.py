@@ -128,6 +128,7 @@ def test_container_is_hardened(service: dict[str, Any]) -> None:
     assert service["init"] is True and service["read_only"] is True
     assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
     assert service["pids_limit"] and service["mem_limit"]
+    assert service["logging"]["options"].keys() == {"max-size", "max-file"}
     assert service["restart"].startswith("on-failure:"), "ends with 0 when asked to, and must not crash for ever"
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
@@ -135,7 +136,9 @@ def test_container_is_hardened(service: dict[str, Any]) -> None:
 def test_the_service_behind_the_edge_reaches_nobody() -> None:
     assert COMPOSE["networks"]["inner"]["internal"] is True
     assert SERVICES["easel-inner"]["networks"] == ["inner"] and "ports" not in SERVICES["easel-inner"]
-    assert ALL_SERVICES["edge"]["environment"]["EASEL_UPSTREAM"] == "easel-inner:8000"
+    edge = ALL_SERVICES["edge"]
+    assert edge["environment"]["EASEL_UPSTREAM"] == "easel-inner:8000"
+    assert seconds(edge["stop_grace_period"]) >= seconds(SERVICES["easel-inner"]["stop_grace_period"])
 
 
 @every_container
