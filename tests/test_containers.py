@@ -142,6 +142,15 @@ def test_the_service_behind_the_edge_reaches_nobody() -> None:
 
 
 @every_container
+def test_only_who_downloads_a_checkpoint_reaches_others(service: dict[str, Any]) -> None:
+    networks = COMPOSE["networks"]
+    closed = {name for name, options in networks.items() if options and "driver_opts" in options}
+    assert closed == {"published"} and set(networks["published"]["driver_opts"].values()) == {"false"}
+    open_ones = set(service["networks"]) - closed - {"inner"}
+    assert open_ones == ({"outside"} if service.get("command") else set())
+
+
+@every_container
 def test_what_is_mounted_exists(service: dict[str, Any]) -> None:
     for source, *_ in (volume.split(":") for volume in service.get("volumes", [])):
         assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
