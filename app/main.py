@@ -113,5 +113,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.jobs.close()
 
     app.state.drain = drain
+    watching = asyncio.create_task(services.metrics.watch_loop(), name="watch the event loop")
     yield
+    watching.cancel()
     await drain()

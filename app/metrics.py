@@ -23,6 +23,8 @@ from engine.request import GenerationResult, Timings
 from engine.work import DecodeImage, DecodePreview, DenoiseStep, EncodePrompt, Prefill
 
 ITEM_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+LAG_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
+LAG_INTERVAL_SECONDS = 0.05
 REQUEST_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 TOKENS = tuple(2**power for power in range(6, 17))
@@ -107,6 +109,7 @@ class Metrics:
         self._file_encode = self._histogram("file_encode_seconds", "Writing of an answer's files.", ITEM_SECONDS)
         self._rows = self._histogram("batch_rows", "Rows in a denoise step.", ROWS)
         self._tokens = self._histogram("batch_tokens", "Target tokens in a denoise step.", TOKENS)
+        self._lag = self._histogram("event_loop_lag_seconds", "How late the event loop wakes what is due.", LAG_SECONDS)
 
         self._gpu_memory = Gauge(
             "easel_gpu_memory_bytes", "What the worker holds of the GPU.", ("kind",), registry=self._registry
@@ -128,6 +131,13 @@ class Metrics:
         }
         for name, (text, read) in gauges.items():
             Gauge(f"easel_{name}", text, registry=self._registry).set_function(read)
+
+    async def watch_loop(self) -> None:
+        """Measure for ever how long what is due has to wait for the event loop, and so every client."""
+        while True:
+            due_s = time.perf_counter() + LAG_INTERVAL_SECONDS
+            await asyncio.sleep(LAG_INTERVAL_SECONDS)
+            self._lag.observe(max(0.0, time.perf_counter() - due_s))
 
     def observe(self, observation: Observation) -> None:
         """Count what the engine tells."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,6 +42,7 @@ SHOWN = {  # every family that dashboards and alerts may rely on: its type and i
     "easel_batch_rows": ("histogram", set()),
     "easel_batch_tokens": ("histogram", set()),
     "easel_backlog_seconds": ("gauge", set()),
+    "easel_event_loop_lag_seconds": ("histogram", set()),
     "easel_images": ("counter", set()),
     "easel_decode_graph": ("counter", {"result"}),
     "easel_worker_restarts": ("counter", set()),
@@ -170,6 +172,13 @@ async def test_labels_stay_few_and_carry_nothing_of_a_client(client, engine):
     text = (await client.get("/metrics")).text
     assert samples(text).keys() == before.keys()
     assert "canary" not in text
+
+
+async def test_a_blocked_event_loop_shows(client, engine):
+    before = (await read(client))["easel_event_loop_lag_seconds_sum",]
+    time.sleep(0.4)  # noqa: ASYNC251 nothing else runs meanwhile
+    await asyncio.sleep(0.01)
+    assert (await read(client))["easel_event_loop_lag_seconds_sum",] - before > 0.3
 
 
 async def test_each_application_counts_for_itself(connect):
