@@ -1,4 +1,5 @@
-"""What crosses between the API process and the worker. Plain data: no tensor, no future, no callback."""
+"""What crosses between the API process and the worker. Plain data: no tensor, no future, no callback, and nothing of a
+module that imports torch, which the API process would import to unpack it."""
 
 from __future__ import annotations
 

@@ -223,7 +223,8 @@ class Runner:
             precision.is_exact(sample.step, self._states[sample.request_id].request.num_steps) for sample in samples
         )
         self._model.bring(self._model.exact if is_exact else self._model.transformer)
-        velocity, self.shortcut = (self._exact_decoder if is_exact else self._decoder).decode(rows)
+        velocity, result = (self._exact_decoder if is_exact else self._decoder).decode(rows)
+        self.shortcut = result.value  # the enum's module would take torch along to where `WorkDone` is unpacked
         row, updated, estimates = 0, [], {}
         for sample in samples:
             state = self._states[sample.request_id]

@@ -110,6 +110,15 @@ def until_running(client: httpx.Client, request_id: str) -> None:
     until(lambda: state_of(client, request_id).get("step", 0) >= 1)
 
 
+def test_the_service_itself_never_loads_torch(server: Server, client: httpx.Client) -> None:
+    picture = client.post(GENERATIONS, json={"prompt": "a", "n": 2, **SHORT}).json()["data"][0]["b64_json"]
+    fields = {"prompt": "a", "images": [{"image_url": f"data:image/png;base64,{picture}"}], "stream": True, **SHORT}
+    assert "completed" in client.post("/v1/images/edits", json={**fields, "partial_images": 1}).text
+    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, *server.workers())]
+    assert ["libtorch" in maps for maps in loaded] == [False, True]
+
+
+
 def figures(client: httpx.Client) -> dict[tuple[str, ...], float]:
     """Every sample of /metrics by its name and label values."""
     return {
@@ -219,7 +228,9 @@ def test_the_figures(server: Server, client: httpx.Client, post: Post) -> None:
     assert after["easel_requests_running",] + after["easel_requests_waiting",] + after["easel_backlog_seconds",] == 0
     labelled = {key[1:] for key in after if key[0] == "easel_requests_total"}
     assert labelled <= {
-        ("create_image", outcome) for outcome in ("ok", "queue_full", "deadline", "cancelled", "disconnected")
+        (endpoint, outcome)
+        for endpoint in ("create_image", "edit_image")
+        for outcome in ("ok", "queue_full", "deadline", "cancelled", "disconnected")
     }
     assert "canary" not in str(after)
     assert "\x1b" not in server.log
