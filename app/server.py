@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -102,4 +103,5 @@ def serve(settings: Settings, engine: Engine, listener: socket.socket) -> None:
         server.should_exit = True
 
     app.state.stop_server = stop_server
+    gc.freeze()  # what is here stays: no collection, which stops the event loop, need look at it again
     server.run(sockets=[listener])

@@ -118,7 +118,6 @@ def test_the_service_itself_never_loads_torch(server: Server, client: httpx.Clie
     assert ["libtorch" in maps for maps in loaded] == [False, True]
 
 
-
 def figures(client: httpx.Client) -> dict[tuple[str, ...], float]:
     """Every sample of /metrics by its name and label values."""
     return {
