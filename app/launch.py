@@ -17,6 +17,8 @@ from app.settings import Settings
 from engine.engine import Engine
 from engine.loading import load_runner
 
+MAX_UNSENT_BYTES = 128 * 1024  # that the kernel takes of an answer and has not sent
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +41,8 @@ def listen(host: str, port: int) -> socket.socket:
         # asyncio does this only for sockets that name their protocol. Without it the second packet of an answer waits
         # for the client to acknowledge the first, which takes 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # what a client does not take stays here, where it is watched
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     except OSError as error:
         raise SystemExit(f"easel: can't listen on {host} port {port}: {error.strerror or error}") from error
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])

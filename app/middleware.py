@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-MIN_BODY_RATE = 8 * 1024  # bytes a second
+MIN_RATE = 8 * 1024  # bytes a second, in either direction
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
 BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
@@ -214,7 +214,7 @@ def given_key(method: str, headers: Headers) -> bytes:
 
 class BodyLimit:
     """Raises 413 inside the route once a body is known to be over `max_bytes`, whether it has a length or not, and
-    408 once it was waited for longer than `patience_s` and what `MIN_BODY_RATE` allows for its bytes so far."""
+    408 once it was waited for longer than `patience_s` and what `MIN_RATE` allows for its bytes so far."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float) -> None:
         self.app = app
@@ -238,7 +238,7 @@ class BodyLimit:
                 return await receive()
             began_s = time.monotonic()
             try:
-                async with asyncio.timeout(self.patience_s + received / MIN_BODY_RATE - waited_s):
+                async with asyncio.timeout(self.patience_s + received / MIN_RATE - waited_s):
                     message = await receive()
             except TimeoutError:
                 raise too_slow("The body") from None

@@ -87,7 +87,7 @@ def serve(settings: Settings, engine: Engine, listener: socket.socket) -> None:
     app = create_app(settings, engine)
     config = uvicorn.Config(
         app,
-        http=Protocol.waiting(settings.request_seconds),
+        http=Protocol.waiting(settings.request_seconds, settings.answer_seconds),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="on",
         log_config=None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -17,6 +16,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from app.fetching import Fetcher
+from app.launch import listen
 from app.main import create_app
 from app.protocol import Protocol
 from app.settings import Settings
@@ -203,12 +203,12 @@ async def serve(engine: GradientEngine) -> AsyncIterator[Callable[..., Awaitable
     async with AsyncExitStack() as stack:
 
         async def serve(*, fetcher: Fetcher | None = None, **settings: object) -> httpx.AsyncClient:
-            listener = socket.create_server(("127.0.0.1", 0))
+            listener = listen("127.0.0.1", 0)
             stack.callback(listener.close)
             chosen = Settings(**settings)
             config = uvicorn.Config(
                 create_app(chosen, engine, fetcher),
-                http=Protocol.waiting(chosen.request_seconds),
+                http=Protocol.waiting(chosen.request_seconds, chosen.answer_seconds),
                 log_config=None,
                 timeout_graceful_shutdown=1,
             )
