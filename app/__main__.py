@@ -2,6 +2,9 @@
 
 
 def main() -> None:
+    from app.output import open_standard_streams
+
+    open_standard_streams()
     from app.cli import main as run
 
     run()

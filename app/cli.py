@@ -17,6 +17,7 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from app.logs import configure
+from app.output import checked_stdout
 from app.settings import Settings, SettingsError, load_settings, split_commas
 
 logger = logging.getLogger(__name__)
@@ -45,26 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"easel: {error}") from error
     configure(settings.log_level, settings.log_format)
     try:
-        if args.command == "serve":
-            from app.launch import launch
-
-            launch(settings)
-        elif args.command == "eval":
-            from app.evaluation.run import evaluate
-
-            evaluate(args, settings)
-        elif args.command == "quantize":
-            from app.quantize import quantize
-
-            quantize(args, settings)
-        elif args.command == "doctor":
-            from app.doctor import examine
-
-            examine(settings)
-        else:
-            from app.offline import generate
-
-            generate(args, settings)
+        with checked_stdout():
+            run(args, settings)
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as end:
@@ -72,6 +55,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             logger.critical("%s", end.code)
             sys.exit(1)
         raise
+
+
+def run(args: argparse.Namespace, settings: Settings) -> None:
+    """The command that `args` names."""
+    if args.command == "serve":
+        from app.launch import launch
+
+        launch(settings)
+    elif args.command == "eval":
+        from app.evaluation.run import evaluate
+
+        evaluate(args, settings)
+    elif args.command == "quantize":
+        from app.quantize import quantize
+
+        quantize(args, settings)
+    elif args.command == "doctor":
+        from app.doctor import examine
+
+        examine(settings)
+    else:
+        from app.offline import generate
+
+        generate(args, settings)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,10 @@ def launch(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))  # until there is something to drain
     listener = listen(settings.host, settings.port)
     engine = make_engine(settings)
-    engine.launch()
+    try:
+        engine.launch()
+    except OSError as error:
+        raise SystemExit(f"easel: the worker can't be started: {error}") from error
     from app.server import serve
 
     serve(settings, engine, listener)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from app.errors import ApiError
 from app.images import OutputFormat, decode_upload, encode
 from app.multipart import MAX_IMAGES
+from app.output import ProgressStream, write_file
 from app.params import output_options, params_from, with_images
 from app.schemas import ImageRequest, parse_json
 from app.settings import Settings
@@ -85,7 +86,7 @@ async def draw(request: ImageRequest, pictures: tuple[Image.Image, ...], setting
 
 
 async def run(engine: Engine, params: GenerationParams) -> GenerationResult:
-    with tqdm(unit="step") as bar:
+    with tqdm(unit="step", file=ProgressStream()) as bar:
 
         def on_event(event: RequestEvent) -> None:
             if isinstance(event, Progress):
@@ -100,8 +101,5 @@ def write(result: GenerationResult, request: ImageRequest, output: Path, setting
     for number, image in enumerate(result.images, start=1):
         path = output if len(result.images) == 1 else output.with_stem(f"{output.stem}-{number}")
         file = encode(image.pixels, options.format, options.background, options.compression)
-        try:
-            path.write_bytes(file.data)
-        except OSError as error:
-            raise SystemExit(f"easel: can't write {path}: {error.strerror}") from error
+        write_file(path, file.data)
         print(f"{path} seed {image.seed}")

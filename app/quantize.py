@@ -23,6 +23,6 @@ def quantize(args: argparse.Namespace, settings: Settings) -> None:
         raise SystemExit(f"easel: {output.parent} is not a folder")
     try:
         write_quantized(read_configs(config), output, precision)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         raise SystemExit(f"easel: {error}") from error
     print(output)

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
         """Serve, and end the process: nothing is left to do then, but threads that still import or fetch, and a large
         heap to take apart, can hold up a normal exit for longer than whoever asked for it waits."""
         await super().serve(sockets)
-        reason = self.app.state.failure
+        reason = self.app.state.failure and " ".join(self.app.state.failure.split())  # one line, whatever it quotes
         if not self.started:
             reason = "the service could not start; its log says why"
         if reason:
@@ -79,7 +79,8 @@ def last_words(reason: str, log_format: LogFormat) -> None:
     if log_format == "json":
         logger.critical("%s", reason)
     else:
-        print(f"easel: {reason}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a full disk the exit status tells
+            print(f"easel: {reason}", file=sys.stderr)
 
 
 def serve(settings: Settings, engine: Engine, listener: socket.socket) -> None:

@@ -187,7 +187,10 @@ class Settings(BaseSettings):
         10.0, gt=0, allow_inf_nan=False, description="Time for a request's head, and between parts of its body."
     )
     answer_seconds: float = Field(
-        60.0, gt=0, allow_inf_nan=False, description="Time after which a client that does not take its answer is cut off."
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time after which a client that does not take its answer is cut off.",
     )
     heartbeat_seconds: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="A stream with nothing to tell sends a comment this often."

@@ -32,6 +32,7 @@ from engine.errors import (
 from engine.host import LoadRunner
 from engine.loading import in_detached_thread, load_preparer, load_runner, model_card, read_configs
 from engine.messages import (
+    DISK_FULL,
     Abort,
     DeviceMemory,
     Event,
@@ -360,4 +361,6 @@ def _fail(pending: Pending, error: Exception) -> None:
 def _error_of(event: RequestFailed) -> Exception:
     if event.code == "deadline_exceeded":
         return DeadlineExceeded(event.message)
+    if event.code == DISK_FULL:
+        return NotReady(event.message, retry_after_s=DEFAULT_RETRY_S)
     return GenerationFailed(event.message, code=event.code)

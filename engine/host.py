@@ -80,8 +80,10 @@ class ProcessHost:
     def launch(self) -> None:
         # The worker inherits the mask: a signal for the whole group must not hit it before it can ignore them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._worker_end.close()
         atexit.register(self._process.kill)  # the worker ignores the signals that end this process
 
@@ -100,6 +102,8 @@ class ProcessHost:
             self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
+        if self._process.pid is None:  # it could not be started
+            return True
         self._process.join(timeout_s)
         return self._process.exitcode is not None
 

@@ -12,6 +12,8 @@ from engine.memory import MemoryModel
 from engine.request import PreparedRequest
 from engine.work import Work
 
+DISK_FULL = "disk_full"  # a code of `RequestFailed` that is nobody's fault and may pass
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3  # in a row, after which the service gives up
 HANG_FACTOR = 20.0  # over the 99th percentile of an item's time
+START_PAUSE_S = 1.0  # after a process could not even be made
 STOP_TIMEOUT_S = 10.0
 OOM_KILLS = Path("/proc/vmstat")
 
@@ -147,12 +148,30 @@ class Supervisor:
             self._first_start.set_exception(CheckpointError(reason))
             return
         log.error("the worker died: %s", reason)
-        self._failed_starts += not was_ready
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            self._on_give_up(f"the worker can't be started again: {reason}")
+        if not was_ready and self._gives_up(reason):
             return
         self._on_death(Death(host.active() if self._is_blamable(code) else (), reason))
-        self._restart = asyncio.ensure_future(self._start_worker(self._new_host()))
+        self._restart = asyncio.ensure_future(self._replace_worker())
+
+    async def _replace_worker(self) -> None:
+        """Start the next worker; what keeps it from being started may pass: no memory, no room for what is shared."""
+        while True:
+            try:
+                await self._start_worker(self._new_host())
+                return
+            except OSError as error:
+                log.error("the worker could not be started: %s", error)
+                if self._gives_up(str(error)):
+                    return
+                await asyncio.sleep(START_PAUSE_S)
+
+    def _gives_up(self, reason: str) -> bool:
+        """Whether the start that failed for `reason` was one too many."""
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._on_give_up(f"the worker can't be started again: {reason}")
+            return True
+        return False
 
     def _describe(self, code: int | None) -> str:
         if self._hung:

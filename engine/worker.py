@@ -6,6 +6,7 @@ runs it in a process of its own or in a thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.cost_model import Measurement, Size, WorkKind, decode_size, encode_size, prefill_size, step_size
 from engine.errors import DeviceLost, DeviceOutOfMemory, GenerationFailed
 from engine.messages import (
+    DISK_FULL,
     Abort,
     Command,
     Event,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEMORY_INTERVAL_S = 1.0
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 OUT_OF_MEMORY = "This request does not fit the device's memory."
 LATE = "The request could not be finished within its time limit."
 
@@ -152,9 +155,12 @@ class WorkerLoop:
         except GenerationFailed as error:
             self._blame(work, error.code, error.message)
             return
-        except Exception:
+        except Exception as error:
             log.exception("%s failed", type(work).__name__)
-            self._blame(work, "internal_error", "The request failed inside the engine.")
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # a kernel that could not be compiled
+                self._blame(work, DISK_FULL, "The service can't write to its disk at the moment.")
+            else:
+                self._blame(work, "internal_error", "The request failed inside the engine.")
             return
         item.shortcut = self._runner.shortcut
         if ahead:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 from models.errors import CheckpointError
@@ -25,7 +27,11 @@ def find_checkpoint(model: str, weights: bool = True) -> Path:
     # The hub's client takes a third of a second to import, which a folder on disk need not wait for.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    logging.getLogger("huggingface_hub").handlers.clear()  # its own format; the root logger has the service's
+    if not sys.stderr.isatty():  # else bars stand between the lines of a log, and a full one ends the download
+        disable_progress_bars()
     try:
         files = _HUB_FILES if weights else [pattern for pattern in _HUB_FILES if "safetensors" not in pattern]
         return Path(snapshot_download(model, allow_patterns=files))

@@ -7,10 +7,12 @@ component's `config.json` says which layers were left out. Everything else is co
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -39,17 +41,30 @@ def write_quantized(configs: CheckpointConfigs, target: Path, precision: Precisi
         "text_encoder": _fp8_weights(text_encoder, text_encoder_module.published_names),
         "transformer": _fp8_weights(network, transformer.published_names),
     }
-    shutil.copytree(folder, target)
-    for name, plan in followed.items():
-        for path in sorted((target / name).glob("*.safetensors")):
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.copytree(folder, part)
+        _quantize_files(part, followed, weights)
+        part.rename(target)
+    except (OSError, SafetensorError) as error:
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of the first file among all
+        raise CheckpointError(f"{target} can't be written: {reason}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _quantize_files(folder: Path, plans: dict[str, QuantizationPlan], weights: dict[str, set[str]]) -> None:
+    """Quantize the `weights` of each network in `folder` in place, and note its plan."""
+    for name, plan in plans.items():
+        for path in sorted((folder / name).glob("*.safetensors")):
             tensors = load_file(path)
             save_file(_quantized(tensors, weights[name]), path)
-        for path in (target / name).glob("*.safetensors.index.json"):
+        for path in (folder / name).glob("*.safetensors.index.json"):
             index = read_json(path)
             of_scales = {key + SCALE_SUFFIX: file for key, file in index["weight_map"].items() if key in weights[name]}
             index["weight_map"] |= of_scales
             path.write_text(json.dumps(index, indent=2) + "\n")
-        config_path = target / name / "config.json"
+        config_path = folder / name / "config.json"
         config_path.write_text(json.dumps(read_json(config_path) | {"quantization_config": plan.as_config()}, indent=2))
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -88,10 +88,18 @@ def assert_gone(pids: list[int], timeout_s: float = 10) -> None:
 
 
 @contextmanager
-def serving(model: Path | None, folder: Path, *flags: str, ready: bool = True, module: str = "app") -> Iterator[Server]:
-    """Start a server (without a model: on the embedded checkpoint), wait until it is ready, and stop it at the end."""
+def serving(
+    model: Path | str | None,
+    folder: Path,
+    *flags: str,
+    ready: bool = True,
+    module: str = "app",
+    prefix: Sequence[str] = (),
+) -> Iterator[Server]:
+    """Start a server (without a model: on the embedded checkpoint), wait until it is ready, and stop it at the end.
+    `prefix` is a command that becomes the one behind it."""
     log = folder / "server.log"
-    command = [sys.executable, "-m", module, "serve", *([str(model)] if model else []), "--port", "0", *flags]
+    command = [*prefix, sys.executable, "-m", module, "serve", *([str(model)] if model else []), "--port", "0", *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EASEL_")}
     with log.open("wb") as output, TemporaryFile() as empty:
         process = subprocess.Popen(

@@ -30,6 +30,7 @@ from app.evaluation.suite import (
     scores,
     table,
 )
+from app.output import ProgressStream, write_file
 from app.settings import Settings
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -65,7 +66,7 @@ async def run_cases(cases: Sequence[Case], settings: Settings, num_steps: int | 
     free = asyncio.Semaphore(CONCURRENT)
     try:
         await engine.start()
-        with tqdm(total=len(cases), unit="picture") as bar:
+        with tqdm(total=len(cases), unit="picture", file=ProgressStream()) as bar:
 
             async def run_one(number: int, case: Case) -> Judged:
                 async with free:
@@ -111,4 +112,4 @@ def write_report(judged: Sequence[Judged], path: Path, seconds: float) -> None:
         "seconds": round(seconds, 1),
         "wrong": wrong,
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_file(path, (json.dumps(report, indent=2) + "\n").encode())

@@ -84,6 +84,15 @@ async def test_a_request_at_fault_fails_alone(
     assert_error(await together(client, seed, alone), code)
 
 
+async def test_a_disk_that_is_full_in_the_middle_of_a_picture_is_not_ready(
+    client: httpx.AsyncClient, alone: list[np.ndarray]
+) -> None:
+    answer = await together(client, faults.DISK_FULL_AT_STEP_2, alone)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "secret" not in answer.text
+
+
 async def test_a_batch_that_does_not_fit_is_made_smaller(client: httpx.AsyncClient, alone: list[np.ndarray]) -> None:
     assert (await together(client, faults.OOM_IN_BATCHES, alone)).status_code == 200
 

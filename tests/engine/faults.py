@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import time
@@ -21,6 +22,7 @@ from models.vae import Vae
 RAISE_AT_STEP_11 = 1_000_001
 RAISE_IN_ENCODE = 1_000_002
 NAN_AT_STEP_2 = 1_000_003
+DISK_FULL_AT_STEP_2 = 1_000_004
 OOM_IN_PREFILL = 1_000_011
 OOM_IN_STEP = 1_000_012
 OOM_IN_DECODE = 1_000_013
@@ -72,6 +74,8 @@ class FaultyRunner(Runner):
         steps = {self._states[sample.request_id].request.seeds[0]: sample.step for sample in samples}
         if steps.get(RAISE_AT_STEP_11) == 10 or (RAISE_IN_ENCODE in seeds and isinstance(work, EncodePrompt)):
             raise RuntimeError("a secret detail that no client may see")
+        if steps.get(DISK_FULL_AT_STEP_2) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/secret/folder")
         if (
             (OOM_IN_PREFILL in seeds and isinstance(work, Prefill))
             or OOM_IN_STEP in steps
