@@ -185,6 +185,11 @@ def test_a_changed_torch_is_refused(image: Image) -> None:
     assert "DO NOT MATCH THE HASHES" in image.install(cpu=True)
 
 
+def test_a_lock_without_hashes_is_refused(image: Image) -> None:
+    image.lock.write_text("other==1.0\n")
+    assert "hashes are required" in image.install(cpu=False).lower()
+
+
 def test_what_is_not_locked_is_refused(image: Image) -> None:
     publish(image.index, "unlocked", "1.0")
     locked = publish(image.index, "other", "1.0", content="Requires-Dist: unlocked==1.0\n")
