@@ -89,6 +89,12 @@ def payload_too_large(message: str, *, param: str | None = None) -> ApiError:
     return ApiError(413, message, param=param, code="payload_too_large")
 
 
+def too_many_bodies(retry_after_s: float) -> ApiError:
+    message = "Other requests fill the memory that bodies may have."
+    headers = retry_after(retry_after_s)
+    return ApiError(429, message, error_type="rate_limit_error", code="too_many_bodies", headers=headers)
+
+
 def too_slow(what: str) -> ApiError:
     return ApiError(408, f"{what} did not arrive in time.", code="request_timeout", headers={"connection": "close"})
 

@@ -66,7 +66,10 @@ def create_app(
         app.include_router(routes.router)
 
     app.add_middleware(
-        BodyLimit, max_bytes=settings.max_body_bytes, patience_s=settings.request_seconds
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_total_bytes=settings.max_bodies_bytes,
+        patience_s=settings.request_seconds,
     )  # the last one added is the outermost
     if settings.api_key:
         keys = [key.get_secret_value() for key in settings.api_key]

@@ -24,13 +24,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import ApiError, internal_error, payload_too_large, too_slow
+from app.errors import ApiError, internal_error, payload_too_large, too_many_bodies, too_slow
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MIN_RATE = 8 * 1024  # bytes a second, in either direction
+BUSY_RETRY_S = 2.0  # about what a large body takes to arrive and be prepared
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
 BASIC_CHALLENGE = 'Basic realm="Easel, API key as password", charset="UTF-8"'
 
@@ -214,12 +215,18 @@ def given_key(method: str, headers: Headers) -> bytes:
 
 class BodyLimit:
     """Raises 413 inside the route once a body is known to be over `max_bytes`, whether it has a length or not, and
-    408 once it was waited for longer than `patience_s` and what `MIN_RATE` allows for its bytes so far."""
+    408 once it was waited for longer than `patience_s` and what `MIN_RATE` allows for its bytes so far.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float) -> None:
+    429 is for the body with which those of all requests, from their first byte to the end of their answers, would be
+    over `max_total_bytes`.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, patience_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.max_total_bytes = max_total_bytes
         self.patience_s = patience_s
+        self.total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -227,9 +234,13 @@ class BodyLimit:
             return
         too_large = payload_too_large(f"The body is larger than {self.max_bytes} bytes.")
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self.max_bytes:
-            await too_large.response()(scope, receive, send)
-            return
+        if declared.isascii() and declared.isdigit() and len(declared) < 20:
+            if int(declared) > self.max_bytes:
+                await too_large.response()(scope, receive, send)
+                return
+            if int(declared) + self.total_bytes > self.max_total_bytes:
+                await too_many_bodies(BUSY_RETRY_S).response()(scope, receive, send)
+                return
         received, waited_s, is_complete = 0, 0.0, False
 
         async def limited_receive() -> Message:
@@ -243,10 +254,17 @@ class BodyLimit:
             except TimeoutError:
                 raise too_slow("The body") from None
             waited_s += time.monotonic() - began_s
-            received += len(message.get("body", b""))
+            num_bytes = len(message.get("body", b""))
+            received += num_bytes
+            self.total_bytes += num_bytes
             is_complete = not message.get("more_body", False)
             if received > self.max_bytes:
                 raise too_large
+            if self.total_bytes > self.max_total_bytes:
+                raise too_many_bodies(BUSY_RETRY_S)
             return message
 
-        await self.app(scope, limited_receive, send)
+        try:
+            await self.app(scope, limited_receive, send)
+        finally:
+            self.total_bytes -= received

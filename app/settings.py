@@ -152,6 +152,7 @@ class Settings(BaseSettings):
         ":port for one besides 80 and 443. Addresses that are not public never are.",
     )
     max_body_bytes: int = Field(96 * 2**20, ge=1, description="Largest request body, in bytes.")
+    max_bodies_bytes: int = Field(2**30, ge=1, description="Most bytes of the bodies of all requests under way.")
     max_image_pixels: int = Field(40_000_000, ge=1, description="Most pixels of an input image.")
     min_side: int = Field(64, ge=1, description="Shortest side of an output image, in pixels.")
     max_side: int = Field(4096, ge=1, description="Longest side of an output image, in pixels.")
@@ -210,6 +211,14 @@ class Settings(BaseSettings):
         if not all(key.get_secret_value() for key in keys):
             raise ValueError("a key is empty")  # an unset variable upstream, most likely: never read it as "no key"
         return keys
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> Settings:
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes ({self.max_bodies_bytes}) is less than max_body_bytes ({self.max_body_bytes})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sides(self) -> Settings:

@@ -20,16 +20,11 @@ from app.errors import ApiError
 from app.fetching import MAX_FETCHES, Fetcher
 from app.settings import SettingsError, load_settings
 from app.sources import RemoteImage
+from tests.waiting import until
 
 URL = "/v1/images/edits"
 LOOPBACK = "127.0.0.1"
 Respond = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 what the other side does is only seen from outside
-            await asyncio.sleep(0.005)
 
 
 def answer(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes:

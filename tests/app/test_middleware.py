@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import re
 import threading
 
+import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
@@ -22,6 +24,7 @@ from engine.errors import (
     QueueFull,
     RequestCancelled,
 )
+from tests.waiting import until
 
 URL = "/v1/images/generations"
 FAILURES = ("generation_failed", "out_of_memory", "internal_error", "worker_died")
@@ -209,6 +212,31 @@ async def test_body_at_the_limit_is_taken(connect):
     headers = {"content-type": "application/json"}
     assert (await client.post(URL, content=body, headers=headers)).status_code == 200
     assert (await client.post(URL, content=body + b" ", headers=headers)).status_code == 413
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_all_bodies_together_are_bounded_until_they_are_answered(connect, engine, refused, has_length):
+    client = await connect(max_body_bytes=3000, max_bodies_bytes=5000)
+
+    async def in_parts(body: bytes):
+        yield body[:1000]
+        yield body[1000:]
+
+    async def post(num_bytes: int) -> httpx.Response:
+        body = b'{"prompt": "a"}'.ljust(num_bytes)
+        headers = {"content-type": "application/json"}
+        return await client.post(URL, content=body if has_length else in_parts(body), headers=headers)
+
+    engine.may_finish.clear()
+    first = asyncio.create_task(post(3000))
+    await until(lambda: engine.pending)
+    error = refused(await post(2500), 429, code="too_many_bodies")
+    assert error.get("param") is None
+    second = asyncio.create_task(post(1900))
+    await until(lambda: len(engine.pending) == 2)
+    engine.may_finish.set()
+    assert [(await task).status_code for task in (first, second)] == [200, 200]
+    assert (await post(3000)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])

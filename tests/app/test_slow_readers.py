@@ -9,6 +9,8 @@ import socket
 import numpy as np
 import pytest
 
+from tests.waiting import until
+
 URL = "/v1/images/generations"
 PATIENCE_S = 0.3
 ORDER = {"prompt": "a", "size": "1024x1024"}  # of noise: more than the sockets of both sides hold
@@ -34,12 +36,6 @@ async def ask(client, order: dict[str, object]) -> tuple[asyncio.StreamReader, a
     head = f"POST {URL} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     return reader, writer
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 what the server does is only seen from outside
-            await asyncio.sleep(0.01)
 
 
 async def read_all(reader: asyncio.StreamReader, pause_s: float = 0) -> int:

@@ -10,14 +10,9 @@ import pytest
 from PIL import Image
 
 from app.launch import listen
+from tests.waiting import until
 
 URL = "/v1/images/generations"
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 what the server does is only seen from outside
-            await asyncio.sleep(0.005)
 
 
 async def test_a_client_that_leaves_cancels_its_request(serve, engine):
