@@ -32,6 +32,8 @@ BEGINNINGS = (b"", HEAD, HEAD + b"content-length: 1000000\r\n\r\n")  # only behi
 ORDER = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 1, "seed": 1}
 MAX_RATIO = 2.0
 MAX_HELD_S = 15.0
+ROUNDS = 2
+OPENING_S = 10.0  # over which they come, so that they do not end all at once either
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,10 @@ class Ended:
     max_held_s: float
 
 
-async def hold_one(host: str, port: int, beginning: bytes, ends_s: float) -> list[tuple[int, float]]:
+async def hold_one(host: str, port: int, beginning: bytes, starts_s: float, ends_s: float) -> list[tuple[int, float]]:
     """Keep one slow connection until the time is over; the status and the seconds of each one that was ended."""
     found = []
+    await asyncio.sleep(starts_s - time.monotonic())
     while time.monotonic() < ends_s:
         began_s = time.monotonic()
         reader, writer = await asyncio.open_connection(host, port)
@@ -78,19 +81,25 @@ async def hold_one(host: str, port: int, beginning: bytes, ends_s: float) -> lis
     return found
 
 
-def hold(url: str, count: int, seconds: float) -> Ended:
-    """Keep `count` slow connections."""
+def hold(url: str, count: int, seconds: float) -> list[tuple[int, float]]:
+    """Keep `count` slow connections; how each one that was ended did."""
 
     async def hold_all() -> list[list[tuple[int, float]]]:
-        ends_s, host, port = time.monotonic() + seconds, urlsplit(url).hostname or "", urlsplit(url).port or 80
+        now_s, host, port = time.monotonic(), urlsplit(url).hostname or "", urlsplit(url).port or 80
         return await asyncio.gather(
-            *(hold_one(host, port, BEGINNINGS[index % len(BEGINNINGS)], ends_s) for index in range(count))
+            *(
+                hold_one(
+                    host,
+                    port,
+                    BEGINNINGS[index % len(BEGINNINGS)],
+                    now_s + OPENING_S * index / count,
+                    now_s + seconds,
+                )
+                for index in range(count)
+            )
         )
 
-    ended = [end for ends in asyncio.run(hold_all()) for end in ends]
-    return Ended(
-        dict(Counter(status for status, _ in ended)), round(max((held_s for _, held_s in ended), default=0), 1)
-    )
+    return [end for ends in asyncio.run(hold_all()) for end in ends]
 
 
 def latencies_s(send: Callable[[], httpx.Response], seconds: float) -> list[float]:
@@ -110,26 +119,35 @@ def measure(server: Server, num_connections: int, seconds: float) -> tuple[list[
         }
         for send in requests.values():  # to warm up
             latencies_s(send, 2)
-        alone = {name: latencies_s(send, seconds) for name, send in requests.items()}
+        alone: dict[str, list[float]] = {name: [] for name in requests}
+        crowded: dict[str, list[float]] = {name: [] for name in requests}
+        ended: list[tuple[int, float]] = []
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as beside:
             beside.submit(os.getpid).result()  # it has started
-            holding = beside.submit(hold, server.url, num_connections, len(requests) * seconds + 4)
-            time.sleep(2)
-            crowded = {name: latencies_s(send, seconds) for name, send in requests.items()}
-            ended = holding.result()
+            for _ in range(ROUNDS):  # in turns, since the machine has moods
+                for name, send in requests.items():
+                    alone[name] += latencies_s(send, seconds / ROUNDS)
+                holding = beside.submit(
+                    hold, server.url, num_connections, OPENING_S + len(requests) * seconds / ROUNDS + 2
+                )
+                time.sleep(OPENING_S + 1)
+                for name, send in requests.items():
+                    crowded[name] += latencies_s(send, seconds / ROUNDS)
+                ended += holding.result()
     found = []
     for name in requests:
         quantiles = [
             float(np.quantile(times, share)) for times in (alone[name], crowded[name]) for share in (0.5, 0.99)
         ]
         found.append(Latency(name, len(crowded[name]), *quantiles))
-    return found, ended
+    statuses = dict(Counter(status for status, _ in ended))
+    return found, Ended(statuses, round(max(held_s for _, held_s in ended), 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Latency without and with slow connections.")
     parser.add_argument("--connections", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per kind of request, without and with")
+    parser.add_argument("--seconds", type=float, default=30.0, help="per kind of request, without and with")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     with TemporaryDirectory() as folder, serving(None, Path(folder)) as server:
