@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"   … with flags, or a checkpoint: ARGS=Qwen/Qwen-Image-2.1
 #   make test ARGS="-k settings"    the CPU tests, in two processes; clients that need packages of their own run in
 #                                   .venv-clients
+#   make soak ARGS="--minutes 3"    all kinds of traffic on a server of its own; two hours without ARGS
 #   make lock, audit, sbom          pin what the image installs, ask for known holes in it, list it in sbom.json
 
 PYTHON ?= python3
@@ -11,13 +12,16 @@ CLIENTS := .venv-clients
 TOOLS := .venv-tools
 ARGS ?=
 
-.PHONY: serve test lint format settings-page lock audit sbom licences clean
+.PHONY: serve test soak lint format settings-page lock audit sbom licences clean
 
 serve: $(VENV)/.installed
 	exec $(VENV)/bin/easel serve $(ARGS)
 
 test: $(VENV)/.installed-dev $(CLIENTS)/.installed $(TOOLS)/.installed
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+soak: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m benchmarks.soak $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

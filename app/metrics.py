@@ -128,6 +128,7 @@ class Metrics:
             "requests_running": ("Admitted requests of which something has run.", lambda: engine.num_running),
             "requests_waiting": ("Admitted requests of which nothing has run.", lambda: engine.num_waiting),
             "backlog_seconds": ("Predicted time until all admitted requests are done.", lambda: engine.backlog_s),
+            "tasks": ("Tasks of the service's event loop; many that stay are a leak.", num_tasks),
         }
         for name, (text, read) in gauges.items():
             Gauge(f"easel_{name}", text, registry=self._registry).set_function(read)
@@ -180,6 +181,14 @@ class Metrics:
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def num_tasks() -> int:
+    """Of the running event loop; 0 outside of one."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def outcome_of(error: BaseException) -> Outcome:

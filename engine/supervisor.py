@@ -58,6 +58,7 @@ class Supervisor:
         self._on_event, self._on_death, self._on_give_up = on_event, on_death, on_give_up
         self._is_busy = is_busy
         self._host: Host | None = None
+        self._serial = 0  # of the worker
         self._ready = False
         self._stopping = False
         self._hung = False
@@ -113,18 +114,21 @@ class Supervisor:
         self._failure = None
         self._oom_kills = oom_kills()
 
+        self._serial += 1
+        serial = self._serial  # what is told by number makes no cycle: an ended host and its descriptors go at once
+
         def on_event(event: Event) -> None:
-            loop.call_soon_threadsafe(self._receive, host, event)
+            loop.call_soon_threadsafe(self._receive, serial, event)
 
         def on_exit(code: int | None) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._exited, host, code)
+                loop.call_soon_threadsafe(self._exited, serial, code)
 
         self._host = host
         await asyncio.to_thread(host.start, on_event, on_exit)
 
-    def _receive(self, host: Host, event: Event) -> None:
-        if host is not self._host:
+    def _receive(self, serial: int, event: Event) -> None:
+        if serial != self._serial:
             return
         self._last_event_s = time.monotonic()
         match event:
@@ -139,8 +143,8 @@ class Supervisor:
                 self._item_seconds.append(seconds)
         self._on_event(event)
 
-    def _exited(self, host: Host, code: int | None) -> None:
-        if host is not self._host or self._stopping:
+    def _exited(self, serial: int, code: int | None) -> None:
+        if serial != self._serial or self._host is None or self._stopping:
             return
         reason = self._failure or self._describe(code)
         was_ready, self._ready = self._ready, False
@@ -150,7 +154,7 @@ class Supervisor:
         log.error("the worker died: %s", reason)
         if not was_ready and self._gives_up(reason):
             return
-        self._on_death(Death(host.active() if self._is_blamable(code) else (), reason))
+        self._on_death(Death(self._host.active() if self._is_blamable(code) else (), reason))
         self._restart = asyncio.ensure_future(self._replace_worker())
 
     async def _replace_worker(self) -> None:

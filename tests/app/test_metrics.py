@@ -43,6 +43,7 @@ SHOWN = {  # every family that dashboards and alerts may rely on: its type and i
     "easel_batch_tokens": ("histogram", set()),
     "easel_backlog_seconds": ("gauge", set()),
     "easel_event_loop_lag_seconds": ("histogram", set()),
+    "easel_tasks": ("gauge", set()),
     "easel_images": ("counter", set()),
     "easel_decode_graph": ("counter", {"result"}),
     "easel_worker_restarts": ("counter", set()),
@@ -90,6 +91,7 @@ async def test_the_moment_is_shown(client, engine):
     assert figures["easel_requests_running",] == 0
     assert figures["easel_requests_waiting",] == 3
     assert figures["easel_backlog_seconds",] == 12.5
+    assert figures["easel_tasks",] == len(asyncio.all_tasks())
 
 
 @pytest.mark.parametrize(

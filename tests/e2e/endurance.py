@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.footprint import Footprint
 from tests.server import Server
 
 SCALE = float(os.environ.get("ENDURANCE_SCALE", "0.03"))
@@ -61,34 +62,17 @@ async def counters(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
-class Footprint:
+def footprint_of(server: Server) -> Footprint:
     """Memory, descriptors and threads of a server and its worker."""
-
-    def __init__(self, server: Server) -> None:
-        pids = [server.process.pid, *server.workers()]
-        self.rss_mib = sum(self._status(pid, "VmRSS") for pid in pids) / 1024
-        self.descriptors = sum(1 for pid in pids for _ in Path(f"/proc/{pid}/fd").iterdir())
-        self.threads = sum(self._status(pid, "Threads") for pid in pids)
-
-    def since(self, before: Footprint) -> dict[str, float]:
-        return {
-            "rss_growth_mib": round(self.rss_mib - before.rss_mib, 2),
-            "descriptors_growth": self.descriptors - before.descriptors,
-            "threads_growth": self.threads - before.threads,
-        }
-
-    @staticmethod
-    def _status(pid: int, name: str) -> int:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return Footprint.of(server.process.pid, *server.workers())
 
 
 async def at_rest(server: Server) -> Footprint:
     """What is held once the connections of clients that have left are closed."""
-    seen, now = Footprint(server), None
+    seen, now = footprint_of(server), None
     while now is None or now.descriptors != seen.descriptors:
         await asyncio.sleep(0.5)
-        seen, now = now or seen, Footprint(server)
+        seen, now = now or seen, footprint_of(server)
     return now
 
 
