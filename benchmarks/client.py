@@ -56,8 +56,7 @@ class Client:
             return Answer(FAILED, sent_s, time.monotonic(), error=repr(error))
         answered_s = time.monotonic()
         if response.status_code != 200:
-            header = response.headers.get("retry-after")
-            retry_after_s = float(header) if header else None
+            retry_after_s = wait_of(response.headers)
             return Answer(response.status_code, sent_s, answered_s, retry_after_s, error=response.text[:200])
         picture = response.json()["data"][0]
         pixels = pixels_of(picture["b64_json"]) if keep_pixels else None
@@ -75,3 +74,11 @@ class Client:
         if kind.guided:
             fields |= {"negative_prompt": "blurry", "true_cfg_scale": GUIDANCE_SCALE}
         return fields
+
+
+def wait_of(headers: httpx.Headers) -> float | None:
+    """Seconds after which a refused client should come again: from the finer header, which the SDK prefers as well."""
+    if milliseconds := headers.get("retry-after-ms"):
+        return float(milliseconds) / 1000
+    seconds = headers.get("retry-after")
+    return float(seconds) if seconds else None

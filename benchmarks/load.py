@@ -2,12 +2,18 @@
 
     python -m benchmarks.load --load 0.7 --duration 60 --sizes 64:60,128:35,192:5 --steps 8
     python -m benchmarks.load --clients 64 --duration 60 --sizes 64 --verify 20
+    python -m benchmarks.load --loads 0.5,0.8,1.2,2 --duration 30 --sizes 64 --steps 4
 
 First every kind of request runs alone: that is its isolated time, and over the mix the capacity that `--load` and the
 printed throughput are relative to. Then requests arrive by a Poisson process (`--load`, `--rate`), or from `--clients`
 that each send the next when the last is answered, heeding `Retry-After`. `--verify` asks for some of the pictures
 again, alone, and compares. The exit status is 1 if an answer is missing, mixed up, or neither 200, 429 nor 503, or if a
 429 lacks `Retry-After`.
+
+`--loads` measures what the server can do with several clients at once, and then lets requests arrive at each of these
+multiples of it. Some of those who are refused ask again after the wait that they were told. The exit status is also 1
+if goodput at the last load is under 90 % of its peak, if a request is refused with anything but 429, or if fewer than
+95 % of the waits were true (`benchmarks.outcomes.Waits`).
 """
 
 from __future__ import annotations
@@ -15,146 +21,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
 import numpy as np
 
-from benchmarks.client import Answer, Client
-from benchmarks.outcomes import HEADER, Outcome, Summary, row, summarize
-from benchmarks.pictures import as_json, psnr_db
-from benchmarks.traffic import PROMPT_TOKENS, Kind, Mix, poisson_arrivals
+from benchmarks.client import Client
+from benchmarks.driving import Report, calibrate, closed_loop, open_loop, plain, report_on, verify
+from benchmarks.outcomes import HEADER, row
+from benchmarks.pictures import as_json
+from benchmarks.sweep import Sweep, show_sweep, sweep
+from benchmarks.traffic import Mix
 
-EXPECTED = {200, 429, 503}
 MAX_DURATION_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
-CALIBRATION_ROUNDS = 2  # after one to warm up
 MIN_PSNR_DB = 40.0  # between a picture from a batch and the same alone; another picture has some 10
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that was sent, and its answer."""
-
-    kind: Kind
-    seed: int
-    answer: Answer
-
-
-@dataclass(slots=True)
-class Report:
-    """What a run found; `problems` make it fail."""
-
-    capacity_per_s: float
-    summary: Summary
-    served_per_s: float
-    speedup: float  # over one request at a time
-    statuses: dict[int, int]
-    verified: int = 0
-    worst_psnr_db: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-async def calibrate(client: Client, mix: Mix) -> dict[Kind, float]:
-    """Seconds that each kind takes alone."""
-    isolated_s: dict[Kind, float] = {}
-    for kind in mix.kinds():
-        times = []
-        for seed in range(1 + CALIBRATION_ROUNDS):
-            answer = await client.ask(kind, seed)
-            if answer.status != 200:
-                raise SystemExit(f"the server answers {answer.status} to {kind}: {answer.error}")
-            times.append(answer.latency_s)
-        isolated_s[kind] = min(times[1:])
-    return isolated_s
-
-
-async def open_loop(
-    client: Client, mix: Mix, rate_per_s: float, duration_s: float, max_requests: int, seed: int, keep: int
-) -> list[Asked]:
-    """Send at Poisson times, whatever has been answered; `keep` pictures are kept."""
-    arrivals = poisson_arrivals(mix, rate_per_s, max_requests, seed)
-    arrivals = [arrival for arrival in arrivals if arrival.at_s < duration_s]
-    started_s = time.monotonic()
-    every = max(1, len(arrivals) // max(1, keep))
-
-    async def one(index: int) -> Asked:
-        arrival, own_seed = arrivals[index], seed * 1_000_000 + index
-        await asyncio.sleep(started_s + arrival.at_s - time.monotonic())
-        answer = await client.ask(arrival.kind, own_seed, keep_pixels=bool(keep) and index % every == 0)
-        return Asked(arrival.kind, own_seed, answer)
-
-    return list(await asyncio.gather(*map(one, range(len(arrivals)))))
-
-
-async def closed_loop(
-    client: Client, mix: Mix, num_clients: int, duration_s: float, max_requests: int, seed: int, keep: int
-) -> list[Asked]:
-    """Each client sends its next request when the last is answered, or when it was told to try again."""
-    kinds = [arrival.kind for arrival in poisson_arrivals(mix, 1.0, max_requests, seed)]
-    asked: list[Asked] = []
-    ends_s = time.monotonic() + duration_s
-    numbers = iter(range(max_requests))
-
-    async def one() -> None:
-        while time.monotonic() < ends_s and (index := next(numbers, None)) is not None:
-            own_seed = seed * 1_000_000 + index
-            kept = sum(entry.answer.pixels is not None for entry in asked)
-            answer = await client.ask(kinds[index], own_seed, keep_pixels=kept < keep)
-            asked.append(Asked(kinds[index], own_seed, answer))
-            if answer.status != 200:
-                await asyncio.sleep(max(0.0, min(answer.retry_after_s or 0.1, ends_s - time.monotonic())))
-
-    await asyncio.gather(*(one() for _ in range(num_clients)))
-    return asked
-
-
-async def verify(client: Client, asked: Sequence[Asked], count: int) -> list[float]:
-    """PSNR of pictures that came under load against the same requests alone."""
-    found = []
-    for entry in [entry for entry in asked if entry.answer.pixels is not None][:count]:
-        alone = await client.ask(entry.kind, entry.seed, keep_pixels=True)
-        if alone.pixels is None or entry.answer.pixels is None:
-            raise SystemExit(f"the server answers {alone.status} to a request alone: {alone.error}")
-        found.append(psnr_db(entry.answer.pixels, alone.pixels))
-    return found
-
-
-def report_on(asked: Sequence[Asked], isolated_s: dict[Kind, float], capacity_per_s: float) -> Report:
-    answers = [entry.answer for entry in asked]
-    outcomes = [
-        Outcome(entry.answer.sent_s, entry.answer.answered_s, isolated_s[plain(entry.kind)], entry.answer.status)
-        for entry in asked
-    ]
-    sent_s = [answer.sent_s for answer in answers]
-    arriving_s = max(sent_s) - min(sent_s) or 1.0
-    whole_s = max(answer.answered_s for answer in answers) - min(sent_s)
-    statuses = Counter(answer.status for answer in answers)
-    served_per_s = statuses[200] / whole_s
-    report = Report(
-        capacity_per_s=capacity_per_s,
-        summary=summarize(outcomes, arriving_s),
-        served_per_s=served_per_s,
-        speedup=served_per_s / capacity_per_s,
-        statuses=dict(sorted(statuses.items())),
-    )
-    for status in sorted(statuses.keys() - EXPECTED):
-        example = next(answer.error for answer in answers if answer.status == status)
-        report.problems.append(f"{statuses[status]} requests ended with {status or 'no answer'}: {example}")
-    if silent := sum(answer.status == 429 and answer.retry_after_s is None for answer in answers):
-        report.problems.append(f"{silent} of {statuses[429]} answers 429 lack Retry-After")
-    if crossed := sum(entry.answer.status == 200 and entry.answer.seed != entry.seed for entry in asked):
-        report.problems.append(f"{crossed} pictures are another request's")
-    return report
-
-
-def plain(kind: Kind) -> Kind:
-    """The kind whose isolated time stands for this one: the prompt's length matters little."""
-    return replace(kind, prompt_tokens=PROMPT_TOKENS[0])
 
 
 def show(report: Report) -> None:
@@ -171,7 +54,7 @@ def show(report: Report) -> None:
         print(f"FAIL  {problem}")
 
 
-async def run(options: argparse.Namespace) -> Report:
+async def run(options: argparse.Namespace) -> Report | Sweep:
     mix = Mix("live", options.sizes, options.edits, options.guided)
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -180,6 +63,9 @@ async def run(options: argparse.Namespace) -> Report:
     ) as http:
         client = Client(http, options.steps)
         isolated_s = await calibrate(client, mix)
+        if options.loads:
+            bounds = (options.duration, options.max_requests, options.seed)
+            return await sweep(client, mix, options.loads, isolated_s, *bounds)
         capacity_per_s = 1 / mix.mean_s(lambda kind: isolated_s[plain(kind)])
         bounds = (options.duration, options.max_requests, options.seed, options.verify)
         if options.clients:
@@ -205,11 +91,16 @@ def parse_sizes(text: str) -> tuple[tuple[int, float], ...]:
     return tuple(sizes)
 
 
+def parse_loads(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Open-loop or many-client load on a live server, with verdicts.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key")
     amount = parser.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--loads", type=parse_loads, help="multiples of the measured capacity, one after the other")
     amount.add_argument("--load", type=float, help="arrivals relative to what the server does one at a time")
     amount.add_argument("--rate", type=float, help="arrivals a second")
     amount.add_argument("--clients", type=int, help="clients that each wait for their answer")
@@ -233,7 +124,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     report = asyncio.run(run(options))
-    show(report)
+    if isinstance(report, Sweep):
+        show_sweep(report)
+    else:
+        show(report)
     if options.json:
         options.json.write_text(as_json(asdict(report)))
     return 1 if report.problems else 0

@@ -62,6 +62,42 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float) -> Summary:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What refused clients were told against what was: `true_share` of them were told to wait for at least as long as
+    it took until a request ended and left a place; of `asked_again`, who waited, `admitted` found one, though newcomers
+    take places as well."""
+
+    count: int
+    true_share: float
+    told_p50_s: float
+    was_p50_s: float
+    asked_again: int = 0
+    admitted: int = 0
+
+
+NO_WAITS = Waits(0, 1.0, 0.0, 0.0)
+
+
+def judge_waits(refusals: Sequence[tuple[float, float]], ended_s: Sequence[float], slack_s: float) -> Waits:
+    """`refusals` are moments and the waits that were told then; requests left the queue at the moments `ended_s`."""
+    ends = np.sort(np.array(ended_s))
+    moments = np.array([at_s for at_s, _ in refusals])
+    told = np.array([wait_s for _, wait_s in refusals])
+    index = np.searchsorted(ends, moments, side="right")
+    known = index < len(ends)
+    was = ends[index[known]] - moments[known]
+    told = told[known]
+    if not len(was):
+        return NO_WAITS
+    return Waits(
+        count=len(was),
+        true_share=float(np.mean(told + slack_s >= was)),
+        told_p50_s=float(np.median(told)),
+        was_p50_s=float(np.median(was)),
+    )
+
+
 HEADER = f"{'mean s':>8} {'p50 s':>8} {'p95 s':>8} {'in 3x':>7} {'good/s':>7} {'stretch':>8} {'refused':>8}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import load
+from benchmarks import driving, load
 from benchmarks.client import FAILED, Client
 from benchmarks.pictures import psnr_db
 from benchmarks.traffic import Kind, Mix
@@ -58,16 +58,16 @@ class Service:
         return httpx.Response(200, json={"data": [{"b64_json": b64_json or picture(seed), "seed": seed}]})
 
 
-async def drive(service: Service, *, verify: int = 0) -> load.Report:
+async def drive(service: Service, *, verify: int = 0) -> driving.Report:
     async with httpx.AsyncClient(transport=httpx.MockTransport(service), base_url="http://test") as http:
         client = Client(http, num_steps=2)
-        isolated_s = await load.calibrate(client, MIX)
-        asked = await load.open_loop(
+        isolated_s = await driving.calibrate(client, MIX)
+        asked = await driving.open_loop(
             client, MIX, rate_per_s=200.0, duration_s=0.2, max_requests=20, seed=1, keep=verify
         )
-        report = load.report_on(asked, isolated_s, capacity_per_s=10.0)
+        report = driving.report_on(asked, isolated_s, capacity_per_s=10.0)
         if verify:
-            report.worst_psnr_db = min(await load.verify(client, asked, verify))
+            report.worst_psnr_db = min(await driving.verify(client, asked, verify))
         return report
 
 
@@ -109,7 +109,7 @@ async def test_clients_wait_for_their_answer_and_heed_retry_after(monkeypatch: p
     monkeypatch.setattr(asyncio, "sleep", sleep)
     transport = httpx.MockTransport(Service(seed_1000002="full"))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        asked = await load.closed_loop(Client(http, 2), MIX, 3, duration_s=60, max_requests=9, seed=1, keep=0)
+        asked = await driving.closed_loop(Client(http, 2), MIX, 3, duration_s=60, max_requests=9, seed=1, keep=0)
     assert sorted(entry.seed for entry in asked) == [1_000_000 + index for index in range(9)]
     assert slept == [pytest.approx(1.0)]
 
