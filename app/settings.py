@@ -151,7 +151,9 @@ class Settings(BaseSettings):
         description="Host whose http(s) image URLs are fetched: a name, *.name for what is below it, or * for any, and "
         ":port for one besides 80 and 443. Addresses that are not public never are.",
     )
-    max_body_bytes: int = Field(96 * 2**20, ge=1, description="Largest request body, in bytes.")
+    max_body_bytes: int = Field(
+        112 * 2**20, ge=1, description="Largest request body, in bytes: four of the largest images as data URLs fit."
+    )
     max_bodies_bytes: int = Field(2**30, ge=1, description="Most bytes of the bodies of all requests under way.")
     max_image_pixels: int = Field(40_000_000, ge=1, description="Most pixels of an input image.")
     min_side: int = Field(64, ge=1, description="Shortest side of an output image, in pixels.")

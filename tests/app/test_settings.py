@@ -33,7 +33,8 @@ def test_defaults_fit_together() -> None:
     assert settings.host == "127.0.0.1"
     assert settings.api_key == ()
     assert "gpt-image-1" in settings.model_aliases
-    assert 4 * settings.max_image_bytes < settings.max_body_bytes
+    as_data_urls = 4 * settings.max_image_bytes * 4 / 3
+    assert as_data_urls < settings.max_body_bytes < settings.max_bodies_bytes
     assert settings.max_output_pixels <= settings.max_side**2
 
 
