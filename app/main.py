@@ -18,7 +18,15 @@ from app.fetching import Fetcher
 from app.jobs import Jobs
 from app.links import Links
 from app.metrics import Metrics
-from app.middleware import PROBES, Authentication, BodyLimit, CrossOrigin, RequestContext, UnforeseenErrors
+from app.middleware import (
+    PROBES,
+    Authentication,
+    BodyLimit,
+    CrossOrigin,
+    ForeignForms,
+    RequestContext,
+    UnforeseenErrors,
+)
 from app.routes import chat, files, health, images, metrics, models, playground, requests
 from app.settings import Settings
 from app.tracing import RequestSpans, exporting_tracer, record_stages
@@ -75,6 +83,7 @@ def create_app(
         keys = [key.get_secret_value() for key in settings.api_key]
         open_paths = PROBES | {"/metrics"} if settings.metrics_open else PROBES
         app.add_middleware(Authentication, keys=keys, open_paths=open_paths, admits_link=services.links.admits)
+    app.add_middleware(ForeignForms, origins=settings.cors_origin)
     app.add_middleware(UnforeseenErrors)
     if settings.cors_origin:
         app.add_middleware(CrossOrigin, origins=settings.cors_origin)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 MIN_RATE = 8 * 1024  # bytes a second, in either direction
 BUSY_RETRY_S = 2.0  # about what a large body takes to arrive and be prepared
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
@@ -126,6 +127,29 @@ class CrossOrigin(CORSMiddleware):
             return response
         message = "Pages of this origin may not call this service in this way."
         return ApiError(400, message, code="origin_not_allowed").response()
+
+
+class ForeignForms:
+    """Refuses what a page of another site makes a browser post, unless the page's origin may call.
+
+    A form, unlike a script, needs no permission of ours: any page that somebody looks at could make a service on the
+    same machine draw. Browsers say where a request comes from; other clients do not, and are not asked.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
+        self.app = app
+        self.origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or self.admits(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        message = "Pages of other sites may not make a browser send this."
+        await ApiError(403, message, code="origin_not_allowed").response()(scope, receive, send)
+
+    def admits(self, headers: Headers) -> bool:
+        from_elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        return not from_elsewhere or "*" in self.origins or headers.get("origin") in self.origins
 
 
 class UnforeseenErrors:

@@ -15,7 +15,7 @@ from app.schemas import ImageRequest
 Schema = dict[str, Any]
 
 ERROR_RESPONSES: dict[int | str, Schema] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 429, 499, 500, 503, 504)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 413, 415, 429, 499, 500, 503, 504)
 }
 
 

@@ -65,3 +65,34 @@ async def test_all_origins(connect):
 def test_what_is_no_origin(origin):
     with pytest.raises(SettingsError, match=r"^cors_origin: "):
         load_settings(cors_origin=[origin])
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", [URL, "/v1/images/edits", "/v1/chat/completions"])
+async def test_forms_of_other_sites_draw_nothing(connect, engine, refused, path, site):
+    """No browser asks before it sends a form, whose text may well be JSON."""
+    client = await connect(cors_origin=(PAGE,))
+    headers = {"origin": "https://evil.example", "sec-fetch-site": site, "content-type": "text/plain"}
+    refused(await client.post(path, content=b'{"prompt": "a"}', headers=headers), 403, code="origin_not_allowed")
+    assert not engine.received
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": PAGE, "sec-fetch-site": "cross-site"},
+        {"origin": "http://easel", "sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+        {},
+    ],
+)
+async def test_allowed_pages_the_playground_and_other_clients_draw(connect, headers):
+    client = await connect(cors_origin=(PAGE,))
+    assert (await client.post(URL, json={"prompt": "a"}, headers=headers)).status_code == 200
+    assert (await client.get("/", headers={"sec-fetch-site": "cross-site"})).status_code == 200
+
+
+async def test_forms_of_other_sites_where_every_page_may_call(connect):
+    client = await connect(cors_origin=("*",))
+    headers = {"origin": PAGE, "sec-fetch-site": "cross-site"}
+    assert (await client.post(URL, json={"prompt": "a"}, headers=headers)).status_code == 200
