@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.client import Answer, Client
-from benchmarks.outcomes import Outcome, Summary, Waits, summarize
+from benchmarks.outcomes import PATIENCE, Outcome, Summary, Waits, summarize
 from benchmarks.pictures import psnr_db
 from benchmarks.traffic import PROMPT_TOKENS, Kind, Mix, poisson_arrivals
 
@@ -119,7 +119,9 @@ async def verify(client: Client, asked: Sequence[Asked], count: int) -> list[flo
     return found
 
 
-def report_on(asked: Sequence[Asked], isolated_s: dict[Kind, float], capacity_per_s: float) -> Report:
+def report_on(
+    asked: Sequence[Asked], isolated_s: dict[Kind, float], capacity_per_s: float, patience: float = PATIENCE
+) -> Report:
     answers = [entry.answer for entry in asked]
     outcomes = [
         Outcome(entry.answer.sent_s, entry.answer.answered_s, isolated_s[plain(entry.kind)], entry.answer.status)
@@ -130,7 +132,7 @@ def report_on(asked: Sequence[Asked], isolated_s: dict[Kind, float], capacity_pe
     whole_s = max(answer.answered_s for answer in answers) - min(sent_s)
     statuses = Counter(answer.status for answer in answers)
     served_per_s = statuses[200] / whole_s
-    summary = summarize(outcomes, arriving_s)
+    summary = summarize(outcomes, arriving_s, patience)
     report = Report(
         capacity_per_s=capacity_per_s,
         summary=summary,

@@ -43,12 +43,12 @@ class Summary:
     max_stretch: float
 
 
-def summarize(outcomes: Sequence[Outcome], duration_s: float) -> Summary:
-    """`duration_s` is the time in which the requests arrived."""
+def summarize(outcomes: Sequence[Outcome], duration_s: float, patience: float = PATIENCE) -> Summary:
+    """`duration_s` is the time in which the requests arrived; `patience` takes the place of `PATIENCE`."""
     served = [outcome for outcome in outcomes if outcome.status == 200]
     latencies = np.array([outcome.latency_s for outcome in served] or [0.0])
     stretches = np.array([outcome.stretch for outcome in served] or [0.0])
-    within = sum(outcome.stretch <= PATIENCE for outcome in served)
+    within = sum(outcome.stretch <= patience for outcome in served)
     p50_s, p95_s = np.percentile(latencies, (50, 95)).tolist()
     return Summary(
         count=len(outcomes),

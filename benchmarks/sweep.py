@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.client import Client
 from benchmarks.driving import Asked, Report, closed_loop, open_loop, report_on
-from benchmarks.outcomes import NO_WAITS, PATIENCE, Waits, judge_waits
+from benchmarks.outcomes import NO_WAITS, Waits, judge_waits
 from benchmarks.traffic import Kind, Mix
 
 CAPACITY_CLIENTS = 8
+PATIENCE = 10.0  # times alone: the scheduler's own bound on a stretch, past which a request leads before all others
 SLACK_S = 0.1  # for an answer to reach its client on a busy machine
 MIN_GOODPUT = 0.9
 MIN_TRUE = 0.95
@@ -41,7 +42,7 @@ async def sweep(
         again: list[Asked] = []
         rate_per_s = load * found.capacity_per_s
         asked = await open_loop(client, mix, rate_per_s, duration_s, max_requests, seed + number, keep=0, again=again)
-        report = found.reports[load] = report_on(asked, isolated_s, found.capacity_per_s)
+        report = found.reports[load] = report_on(asked, isolated_s, found.capacity_per_s, PATIENCE)
         report.waits = waits_of(asked, again)
         found.problems += [f"load {load}: {problem}" for problem in report.problems]
         if others := report.statuses.keys() - {200, 429}:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,11 +44,12 @@ from engine.messages import (
     WorkDone,
     WorkerReady,
 )
+from engine.pace import Pace
 from engine.pending import Pending
 from engine.request import Admitted, GenerationParams, GenerationResult, ModelCard, RequestEvent, RequestStatus
 from engine.scheduler import Limits, Policy
 from engine.supervisor import Death, Supervisor
-from engine.work import request_ids
+from engine.work import DenoiseStep, request_ids
 
 if TYPE_CHECKING:
     from engine.prepare import Preparer
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 PREPARING_THREADS = 2  # each may hold a few large pictures
 MAX_DEATHS = 2  # of workers under one request's work
 DEFAULT_RETRY_S = 5.0
+CAUTION = 1.5  # a factor of predicted waits
 LATE = "The request could not be finished within its time limit."
 
 
@@ -92,6 +94,7 @@ class Engine:
         self._card: ModelCard | None = None
         self._preparer: Preparer | None = None
         self._costs = CostModel()
+        self._pace = Pace()
         self._pending: dict[str, Pending] = {}
         self._serial = itertools.count()
         self._num_admitted = 0
@@ -148,7 +151,7 @@ class Engine:
     @property
     def backlog_s(self) -> float:
         """Predicted time until everything that was admitted is done."""
-        return sum(pending.remaining_s(self._costs) for pending in self._pending.values())
+        return max(self._done_s(list(self._pending.values())), default=0.0)
 
     @property
     def worker_pid(self) -> int | None:
@@ -264,15 +267,15 @@ class Engine:
         pending = self._find(request_id)
         if pending is None:
             return None
-        ahead = [other for other in self._in_order() if other is not pending]
-        before = ahead[: self._in_order().index(pending)]
+        in_order = self._in_order()
+        before = in_order[: in_order.index(pending)]
         return RequestStatus(
             request_id=request_id,
             running=pending.started,
             position=0 if pending.started else 1 + sum(not other.started for other in before),
             step=sum(pending.steps.values()),
             num_steps=pending.request.num_steps * pending.request.num_images,
-            eta_s=sum(other.remaining_s(self._costs) for other in (*before, pending)),
+            eta_s=self._done_s([*before, pending])[-1],
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -289,7 +292,7 @@ class Engine:
         """Pending requests in the order in which they will probably be done."""
         if self._config.policy == Policy.FCFS:
             return list(self._pending.values())
-        return sorted(self._pending.values(), key=lambda p: (-p.request.priority, p.remaining_s(self._costs)))
+        return sorted(self._pending.values(), key=lambda p: (-p.request.priority, p.share(self._costs).work_s))
 
     def _admitting(self) -> Preparer:
         if self._state is not EngineState.READY or self._preparer is None:
@@ -304,8 +307,12 @@ class Engine:
             raise EngineStopped("The service stopped before this request was finished.")
 
     def _next_place_s(self) -> float:
-        """Predicted time until a place in the queue is free."""
-        return min((pending.remaining_s(self._costs) for pending in self._pending.values()), default=1.0)
+        """Time until a place in the queue is most probably free: who comes too early is only refused again."""
+        return CAUTION * min(self._done_s(self._in_order()), default=1.0)
+
+    def _done_s(self, in_order: Sequence[Pending]) -> list[float]:
+        """Predicted time until each of these requests is done."""
+        return self._pace.done_s([pending.share(self._costs) for pending in in_order])
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -317,6 +324,9 @@ class Engine:
                     self._supervisor.send(Submit(pending.request))
             case WorkDone():
                 self._observe(event)
+                if isinstance(event.work, DenoiseStep):
+                    stepping = self._of(tuple(sample.request_id for sample in event.work.samples))
+                    self._pace.learn(event.seconds, [self._costs.step_s(pending.request) for pending in stepping])
                 for pending in self._of(request_ids(event.work)):
                     pending.record(event)
             case ImageReady():

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.cost_model import CostModel
 from engine.messages import ImageReady, PreviewReady, WorkDone
+from engine.pace import Share
 from engine.request import (
     Finished,
     GeneratedImage,
@@ -93,16 +94,15 @@ class Pending:
             self.previewed[index] = preview.step
             self.on_event(Preview(index, preview.pixels))
 
-    def remaining_s(self, costs: CostModel) -> float:
-        """Predicted time on the device until the request is done, if it had the device to itself."""
+    def share(self, costs: CostModel) -> Share:
+        """What is left of the request."""
         request = self.request
         steps_left = request.num_images * request.num_steps - sum(self.steps.values())
         decodes = sum(request.decodes_after(self.steps.get(index, 0)) for index in range(request.num_images))
         decodes_left = decodes - len(self.pictures)
-        remaining_s = steps_left * costs.step_s(request) + decodes_left * costs.decode_s(request)
-        if not self.steps:
-            remaining_s += costs.encode_s(request) + costs.prefill_s(request)
-        return remaining_s
+        entry_s = 0.0 if self.steps else costs.encode_s(request) + costs.prefill_s(request)
+        work_s = entry_s + steps_left * costs.step_s(request) + decodes_left * costs.decode_s(request)
+        return Share(work_s, entry_s, request.num_images)
 
     def result(self) -> GenerationResult:
         request = self.request
