@@ -11,6 +11,7 @@ from benchmarks.outcomes import NO_WAITS, Waits, judge_waits
 from benchmarks.traffic import Kind, Mix
 
 CAPACITY_CLIENTS = 8
+TURNS = 3  # of each load
 PATIENCE = 10.0  # times alone: the scheduler's own bound on a stretch, past which a request leads before all others
 SLACK_S = 0.1  # for an answer to reach its client on a busy machine
 MIN_GOODPUT = 0.9
@@ -35,15 +36,26 @@ async def sweep(
     max_requests: int,
     seed: int,
 ) -> Sweep:
-    """Measure the capacity, then let requests arrive at each of `loads` times it for `duration_s`."""
-    busy = await closed_loop(client, mix, CAPACITY_CLIENTS, duration_s, max_requests, seed, keep=0)
+    """Measure the capacity, then let requests arrive at each of `loads` times it for `duration_s`. The loads take
+    turns: a machine that is slower for a while is so for all of them."""
+    turn_s = duration_s / TURNS
+    busy = await closed_loop(client, mix, CAPACITY_CLIENTS, turn_s, max_requests, seed, keep=0)
     found = Sweep(report_on(busy, isolated_s, 1.0).served_per_s, {})
-    for number, load in enumerate(loads, start=1):
-        again: list[Asked] = []
+    asked: dict[float, list[Asked]] = {load: [] for load in loads}
+    again: dict[float, list[Asked]] = {load: [] for load in loads}
+    for number in range(TURNS * len(loads)):
+        load = loads[number % len(loads)]
+        more: list[Asked] = []
         rate_per_s = load * found.capacity_per_s
-        asked = await open_loop(client, mix, rate_per_s, duration_s, max_requests, seed + number, keep=0, again=again)
-        report = found.reports[load] = report_on(asked, isolated_s, found.capacity_per_s, PATIENCE)
-        report.waits = waits_of(asked, again)
+        sent = await open_loop(client, mix, rate_per_s, turn_s, max_requests, seed + 1 + number, keep=0, again=more)
+        move_s = end_of(asked[load] + again[load]) - min((entry.answer.sent_s for entry in sent), default=0.0)
+        asked[load] += later(sent, move_s)
+        again[load] += later(more, move_s)
+    for load in loads:
+        if not asked[load]:
+            raise SystemExit(f"no request was sent at load {load}: lengthen --duration")
+        report = found.reports[load] = report_on(asked[load], isolated_s, found.capacity_per_s, PATIENCE)
+        report.waits = waits_of(asked[load], again[load])
         found.problems += [f"load {load}: {problem}" for problem in report.problems]
         if others := report.statuses.keys() - {200, 429}:
             found.problems.append(f"load {load}: refused with {sorted(others)}")
@@ -53,6 +65,23 @@ async def sweep(
     if (share := goodputs[-1] / max(goodputs)) < MIN_GOODPUT:
         found.problems.append(f"goodput at load {loads[-1]} is {share:.0%} of its peak")
     return found
+
+
+def end_of(asked: Sequence[Asked]) -> float:
+    return max((entry.answer.answered_s for entry in asked), default=0.0)
+
+
+def later(asked: Sequence[Asked], move_s: float) -> list[Asked]:
+    """The same at other times, so that the turns of a load stand one behind the other."""
+    return [
+        replace(
+            entry,
+            answer=replace(
+                entry.answer, sent_s=entry.answer.sent_s + move_s, answered_s=entry.answer.answered_s + move_s
+            ),
+        )
+        for entry in asked
+    ]
 
 
 def waits_of(asked: Sequence[Asked], again: Sequence[Asked]) -> Waits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import driving, load
+from benchmarks import driving, load, sweep
 from benchmarks.client import FAILED, Client
+from benchmarks.outcomes import NO_WAITS, Waits, judge_waits
 from benchmarks.pictures import psnr_db
 from benchmarks.traffic import Kind, Mix
 
@@ -135,3 +137,37 @@ def test_psnr() -> None:
     assert psnr_db(black, black) == float("inf")
     assert psnr_db(black, grey) == pytest.approx(24.05, abs=0.01)
     assert psnr_db(black, grey[:2]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("refusals", "ended_s", "expected"),
+    [
+        ([(1.0, 0.5)], [1.4], Waits(1, 1.0, 0.5, 0.4)),
+        ([(1.0, 0.5)], [1.7], Waits(1, 0.0, 0.5, 0.7)),
+        ([(1.0, 0.5), (2.0, 0.5)], [0.9, 1.1, 3.0], Waits(2, 0.5, 0.5, 0.55)),
+        ([(1.0, 0.5), (2.0, 0.1)], [1.2], Waits(1, 1.0, 0.5, 0.2)),  # of the last one nobody knows
+        ([], [1.0], NO_WAITS),
+    ],
+)
+def test_waits_are_judged(refusals: list[tuple[float, float]], ended_s: list[float], expected: Waits) -> None:
+    found = judge_waits(refusals, ended_s, slack_s=0.05)
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected))
+
+
+class Overloaded(Service):
+    """At the second load it takes one request in four."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        seed = json.loads(request.content)["seed"]
+        turn = seed // 1_000_000 - 2  # after the calibration and the capacity
+        if turn % 2 == 1 and seed % 4:
+            return httpx.Response(429, headers={"retry-after-ms": "1", "retry-after": "1"})
+        return super().__call__(request)
+
+
+async def test_a_collapse_is_told() -> None:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(Overloaded()), base_url="http://test") as http:
+        client = Client(http, num_steps=2)
+        isolated_s = dict.fromkeys(MIX.kinds(), 0.01)
+        found = await sweep.sweep(client, MIX, (0.2, 0.4), isolated_s, duration_s=0.6, max_requests=200, seed=1)
+    assert any(problem.startswith("goodput at load 0.4 is ") for problem in found.problems)

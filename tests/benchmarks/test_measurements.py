@@ -64,3 +64,18 @@ def test_load_on_a_live_server(checkpoint: Path, tmp_path: Path, capsys: pytest.
     assert report["problems"] == [] and report["verified"] == 3
     assert report["statuses"]["200"] > 5 and report["served_per_s"] > 0
     assert "pictures/s" in capsys.readouterr().out
+
+
+def test_loads_on_a_live_server(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it finds depends on the machine; that it finds nothing lost or mixed up does not."""
+    file = tmp_path / "sweep.json"
+    options = ["--loads", "0.5,3", "--duration", "3", "--sizes", "64", "--steps", "4", "--json", str(file)]
+    with serving(checkpoint, tmp_path, "--max-queue", "2") as server:
+        load.main(["--url", server.url, *options])
+    found = json.loads(file.read_text())
+    assert found["capacity_per_s"] > 0
+    assert [report["problems"] for report in found["reports"].values()] == [[], []]
+    low, high = found["reports"]["0.5"], found["reports"]["3.0"]
+    assert low["statuses"]["200"] > 0 and high["statuses"].keys() == {"200", "429"}
+    assert high["waits"]["count"] > 0 and high["waits"]["asked_again"] > 0
+    assert "waits true" in capsys.readouterr().out
