@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import determinism, load, overhead, quality
+from benchmarks import determinism, idle, load, overhead, quality
 from tests.server import serving
 
 
@@ -79,3 +79,11 @@ def test_loads_on_a_live_server(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert low["statuses"]["200"] > 0 and high["statuses"].keys() == {"200", "429"}
     assert high["waits"]["count"] > 0 and high["waits"]["asked_again"] > 0
     assert "waits true" in capsys.readouterr().out
+
+
+def test_idle(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "idle.json"
+    monkeypatch.setattr(idle, "SETTLING_S", 0)
+    idle.main(["--seconds", "1", "--model", str(checkpoint), "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert 0 <= figures["service_cpu_s"] <= 4 and 0 <= figures["worker_cpu_s"] <= 4
