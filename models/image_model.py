@@ -136,6 +136,8 @@ class ImageModel:
         if fused:
             networks.vae.fuse()
             networks.text_encoder.fuse(graphs=True)
+        elif device.type == "cpu":
+            networks.vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast there
         if offloaded is not None:
             offloaded.adopt(networks.vae)  # now that it has the form in which it works
             offloaded.settle()
