@@ -64,15 +64,17 @@ def measure(runner: Runner, max_rows: int) -> Profile:
     measurements: list[Measurement] = []
     side = max(2, runner.model.configs.index.output_resolution // runner.model.configs.px_per_token // 2 * 2)
     step_per_token = decode_per_token = 0.0
+    on_cpu = runner.model.device.type == "cpu"
     for grid_side in sorted({max(2, side // 4 // 2 * 2), max(2, side // 2 // 2 * 2), side}):
         grid = Grid(grid_side, grid_side)
-        if not measurements or runner.model.device.type != "cpu":  # a CPU is slow only the first time of all
+        if not measurements or not on_cpu:  # a CPU is slow only the first time of all
             step_bytes, decode_bytes = _warm_up(runner, grid)
             step_per_token = max(step_per_token, step_bytes / grid.num_tokens)
             decode_per_token = max(decode_per_token, decode_bytes / grid.num_tokens)
         if time.monotonic() - started_s > PROFILE_LIMIT_S:
             break
-        measurements += _time_round(runner, grid, max_rows, side * side)
+        decodes = not on_cpu or grid_side < side or not measurements  # a CPU takes as long for a pixel of any picture
+        measurements += _time_round(runner, grid, max_rows, side * side, decodes)
     for grid in runner.warm_grids:
         _warm_up(runner, grid)
     costs = CostModel()
@@ -87,8 +89,8 @@ def measure(runner: Runner, max_rows: int) -> Profile:
     return Profile(costs, memory, budget)
 
 
-def _time_round(runner: Runner, grid: Grid, max_rows: int, max_tokens: int) -> Iterator[Measurement]:
-    """One request's encode and prefill, steps of 1, 2, 4 … rows, and a decode, each timed."""
+def _time_round(runner: Runner, grid: Grid, max_rows: int, max_tokens: int, decodes: bool) -> Iterator[Measurement]:
+    """One request's encode and prefill, steps of 1, 2, 4 … rows, and with `decodes` a decode, each timed."""
     rows = [
         count for count in (1, 2, 4, 8) if count <= max_rows and (count == 1 or count * grid.num_tokens <= max_tokens)
     ]
@@ -101,7 +103,9 @@ def _time_round(runner: Runner, grid: Grid, max_rows: int, max_tokens: int) -> I
             samples = tuple(Sample(request.request_id, image, 0) for image in range(count))
             seconds = _timed(runner, DenoiseStep(request.batch_key, samples))
             yield Measurement(WorkKind.STEP, step_size(request, count), seconds)
-        yield Measurement(WorkKind.DECODE, decode_size(request), _timed(runner, DecodeImage(request.request_id, 0)))
+        if decodes:
+            seconds = _timed(runner, DecodeImage(request.request_id, 0))
+            yield Measurement(WorkKind.DECODE, decode_size(request), seconds)
     finally:
         runner.remove(request.request_id)
 
