@@ -3,7 +3,6 @@ steps that install run in a copy of what the image would hold."""
 
 from __future__ import annotations
 
-import http.server
 import ipaddress
 import os
 import re
@@ -12,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import yaml
 
 from app.cli import build_parser
 from app.settings import ENV_PREFIX, Settings, load_settings
+from tests.http_server import answering
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUCTIONS = [
@@ -214,23 +214,16 @@ def test_installs_from_what_the_image_copies(tmp_path: Path) -> None:
     assert files and files == {path.relative_to(installed) for path in installed.rglob("*")}
 
 
-class Probe(http.server.BaseHTTPRequestHandler):
+class Probe(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health/ready" else 503)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def probed() -> Iterator[str]:
-    with http.server.HTTPServer(("127.0.0.1", 0), Probe) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with answering(Probe) as url:
+        yield url
 
 
 def test_healthcheck(probed: str) -> None:

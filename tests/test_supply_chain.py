@@ -4,7 +4,6 @@ licences that let it be passed on. The steps that install run for real, on small
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import re
@@ -12,10 +11,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +22,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from tests.http_server import answering
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -200,7 +201,7 @@ def test_what_is_not_locked_is_refused(image: Image) -> None:
 with_tools = pytest.mark.skipif(not TOOLS.exists(), reason="there is no .venv-tools: make test makes it")
 
 
-class Advisories(http.server.BaseHTTPRequestHandler):
+class Advisories(BaseHTTPRequestHandler):
     """Answers as OSV does, and knows of one hole, in `holed`."""
 
     holed: str | None = None
@@ -216,18 +217,11 @@ class Advisories(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def advisories() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Advisories) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with answering(Advisories) as url:
+        yield url
 
 
 def audit(url: str) -> subprocess.CompletedProcess[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from tests.http_server import answering
 
 COMMIT = "a" * 40
 
@@ -48,13 +49,8 @@ def hub(folder: Path) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with answering(Answers) as url:
+        yield url
 
 
 def etag_of(file: Path) -> str:
