@@ -133,7 +133,8 @@ class ForeignForms:
     """Refuses what a page of another site makes a browser post, unless the page's origin may call.
 
     A form, unlike a script, needs no permission of ours: any page that somebody looks at could make a service on the
-    same machine draw. Browsers say where a request comes from; other clients do not, and are not asked.
+    same machine draw. Browsers say where a request comes from, where it goes to https or to the same machine; other
+    clients do not, and are not asked.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
@@ -279,13 +280,13 @@ class BodyLimit:
                 raise too_slow("The body") from None
             waited_s += time.monotonic() - began_s
             num_bytes = len(message.get("body", b""))
+            if received + num_bytes > self.max_bytes:
+                raise too_large
+            if self.total_bytes + num_bytes > self.max_total_bytes:
+                raise too_many_bodies(BUSY_RETRY_S)
             received += num_bytes
             self.total_bytes += num_bytes
             is_complete = not message.get("more_body", False)
-            if received > self.max_bytes:
-                raise too_large
-            if self.total_bytes > self.max_total_bytes:
-                raise too_many_bodies(BUSY_RETRY_S)
             return message
 
         try:
