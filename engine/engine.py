@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ from engine.messages import (
     WorkDone,
     WorkerReady,
 )
-from engine.pace import Pace
+from engine.pace import Pace, Share
 from engine.pending import Pending
 from engine.request import Admitted, GenerationParams, GenerationResult, ModelCard, RequestEvent, RequestStatus
 from engine.scheduler import Limits, Policy
@@ -151,7 +151,7 @@ class Engine:
     @property
     def backlog_s(self) -> float:
         """Predicted time until everything that was admitted is done."""
-        return max(self._done_s(list(self._pending.values())), default=0.0)
+        return max(self._pace.done_s([share for _, share in self._in_order()]), default=0.0)
 
     @property
     def worker_pid(self) -> int | None:
@@ -268,14 +268,15 @@ class Engine:
         if pending is None:
             return None
         in_order = self._in_order()
-        before = in_order[: in_order.index(pending)]
+        position = next(number for number, (other, _) in enumerate(in_order) if other is pending)
+        before = in_order[:position]
         return RequestStatus(
             request_id=request_id,
             running=pending.started,
-            position=0 if pending.started else 1 + sum(not other.started for other in before),
+            position=0 if pending.started else 1 + sum(not other.started for other, _ in before),
             step=sum(pending.steps.values()),
             num_steps=pending.request.num_steps * pending.request.num_images,
-            eta_s=self._done_s([*before, pending])[-1],
+            eta_s=self._pace.done_s([share for _, share in in_order[: position + 1]])[-1],
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -288,11 +289,12 @@ class Engine:
     def _find(self, request_id: str) -> Pending | None:
         return next((p for p in reversed(self._pending.values()) if p.label == request_id), None)
 
-    def _in_order(self) -> list[Pending]:
-        """Pending requests in the order in which they will probably be done."""
+    def _in_order(self) -> list[tuple[Pending, Share]]:
+        """Pending requests and what is left of them, in the order in which they will probably be done."""
+        shares = [(pending, pending.share(self._costs)) for pending in self._pending.values()]
         if self._config.policy == Policy.FCFS:
-            return list(self._pending.values())
-        return sorted(self._pending.values(), key=lambda p: (-p.request.priority, p.share(self._costs).work_s))
+            return shares
+        return sorted(shares, key=lambda entry: (-entry[0].request.priority, entry[1].work_s))
 
     def _admitting(self) -> Preparer:
         if self._state is not EngineState.READY or self._preparer is None:
@@ -308,11 +310,7 @@ class Engine:
 
     def _next_place_s(self) -> float:
         """Time until a place in the queue is most probably free: who comes too early is only refused again."""
-        return CAUTION * min(self._done_s(self._in_order()), default=1.0)
-
-    def _done_s(self, in_order: Sequence[Pending]) -> list[float]:
-        """Predicted time until each of these requests is done."""
-        return self._pace.done_s([pending.share(self._costs) for pending in in_order])
+        return CAUTION * min(self._pace.done_s([share for _, share in self._in_order()]), default=1.0)
 
     def _on_event(self, event: Event) -> None:
         match event:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.cost_model import CORRECTION_BOUNDS
+
 WEIGHT = 0.1  # of one step in what is learned
 
 
@@ -36,7 +38,8 @@ class Pace:
         longest_s = max(alone_s, default=0.0)
         if longest_s <= 0:
             return
-        self.slowdown += WEIGHT * (seconds / longest_s - self.slowdown)
+        low, high = CORRECTION_BOUNDS  # a step that captured a graph, or that stood still, says little of the next
+        self.slowdown += WEIGHT * (min(max(seconds / longest_s, low), high) - self.slowdown)
         self.sharing += WEIGHT * (sum(alone_s) / longest_s - self.sharing)
 
     def done_s(self, requests: Sequence[Share]) -> list[float]:

@@ -49,3 +49,9 @@ def test_steps_of_requests_that_are_gone_teach_nothing() -> None:
     pace = Pace()
     pace.learn(1.0, [])
     assert pace == Pace()
+
+
+def test_one_step_that_stood_still_is_soon_forgotten() -> None:
+    pace = Pace()
+    pace.learn(600.0, [0.1])
+    assert pace.slowdown < 3.0
