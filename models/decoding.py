@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from models.graphs import GraphPool
 from models.packed import PackedRows, Row
 from models.prefix_kv import PrefixKV
 from models.transformer import Transformer
@@ -97,7 +98,7 @@ class PackedDecoder:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[_Shape, _Graph] = OrderedDict()  # the least recently used first
         self._too_large: set[_Shape] = set()
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None  # of the graphs that there are
+        self._pool = GraphPool()
 
     def __repr__(self) -> str:
         return f"<PackedDecoder: {len(self._graphs)} graphs, {len(self._too_large)} shapes too large>"
@@ -137,8 +138,6 @@ class PackedDecoder:
         torch.cuda.synchronize()  # a graph that is dropped must not be running
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
-        if not self._graphs:  # PyTorch takes no pool again whose last graph is gone
-            self._pool = torch.cuda.graph_pool_handle()
         try:
             captured = self._graphs[shape] = self._record(shape, rows)
             return captured
@@ -149,11 +148,6 @@ class PackedDecoder:
         return None
 
     def _record(self, shape: _Shape, rows: Sequence[Row]) -> _Graph:
-        """Run the rows once, so that kernels are compiled and libraries are set up, then capture the step."""
         packed = self._packed(shape, rows)
-        self._step(packed)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            velocity = self._step(packed)
+        graph, velocity = self._pool.capture(partial(self._step, packed))
         return _Graph(packed, graph, velocity)

@@ -8,12 +8,14 @@ run without one. `models.qwen3_vl.LanguageModel.forward` is the plain counterpar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import kernels
+from models.graphs import GraphPool
 from models.quantization import Activation, takes_fp8
 from models.qwen3_vl import LanguageModel, TextAttention, TextLayer, VisionFeatures, causal_attention
 
@@ -36,7 +38,7 @@ class FusedLanguageModel:
         self._model = model
         self._lengths = LENGTHS if graphs else ()
         self._graphs: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None  # of the graphs that there are
+        self._pool = GraphPool()
 
     def __call__(self, input_ids: Tensor, positions: Tensor, vision: VisionFeatures | None = None) -> Tensor:
         """The last layer's output before the final norm, (tokens, hidden size); valid until the next call.
@@ -64,13 +66,7 @@ class FusedLanguageModel:
         self._graphs.clear()
 
     def _capture(self, length: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> _Graph:
-        if not self._graphs:  # PyTorch takes no pool again whose last graph is gone
-            self._pool = torch.cuda.graph_pool_handle()
-        self._model.run(_layer, hidden, cos, sin)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self._model.run(_layer, hidden, cos, sin)
+        graph, output = self._pool.capture(partial(self._model.run, _layer, hidden, cos, sin))
         captured = self._graphs[length] = _Graph(hidden, cos, sin, graph, output)
         return captured
 
