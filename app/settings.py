@@ -98,7 +98,9 @@ class Settings(BaseSettings):
         0, ge=0, description="First steps of a picture without fp8; keeps the transformer a second time."
     )
     fp8_last_steps: int = Field(0, ge=0, description="Last steps of a picture without fp8, in the same way.")
-    decode_graphs: bool = Field(True, description="Whether denoise steps are captured as CUDA graphs and replayed.")
+    decode_graphs: bool = Field(
+        True, description="Whether denoise steps and short prefills are captured as CUDA graphs and replayed."
+    )
     eager: bool = Field(False, description="Whether to do without fused kernels and graphs on a GPU, to debug.")
     vae_tiling: Literal["auto", "on", "off"] = Field(
         "auto", description="Whether the VAE works in 512-pixel tiles; auto does so where the whole does not fit."

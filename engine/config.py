@@ -16,7 +16,7 @@ class EngineConfig:
     its own, which is replaced when it dies, or "inline" in a thread. `max_queue` bounds the requests that are admitted
     and unfinished. `policy` says who leads a batch: the "shortest" or the first ("fcfs"); a request that has been here
     for `max_stretch` times its isolated time leads in any case. A worker that does not finish an item of work within
-    `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps
+    `hang_timeout_s`, or 20 times what items usually take, counts as dead. On CUDA denoise steps and short prefills
     replay captured graphs unless `decode_graphs` is off; `eager` does without fused kernels and graphs. Pictures of
     `warm_sizes_px` (width, height) are prepared for at start. `precision` says what is kept in FP8. The VAE works in
     tiles when `vae_tiling` is "on", or "auto" and the whole does not fit. Weights wait in host memory by `offload`, see

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 OFFLOADS = ("none", "component", "block")
 STEP_MAPS = 17  # of the transformer's width, alive at once in a step: 0.50 GiB were measured at 1024²
 SMALL_BYTES = 2**30  # of files, below which a start needs no prediction
-OTHER_BYTES = 700 * 2**20  # graphs of the text encoder, one prompt's prefix, caches that fill, the allocator's rest
+OTHER_BYTES = 960 * 2**20  # graphs of encoder and prefill, one prompt's prefix, caches that fill, the allocator's rest
 
 
 @dataclass(frozen=True, slots=True)

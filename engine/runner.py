@@ -63,7 +63,7 @@ class Runner:
         self,
         model: ImageModel,
         max_target_tokens: int,
-        decode_graphs: bool = True,
+        graphs: bool = True,
         warm_grids: Sequence[Grid] = (),
         vae_tiling: str = "auto",
     ) -> None:
@@ -72,7 +72,8 @@ class Runner:
         self._model = model
         self.max_target_tokens = max_target_tokens
         self.warm_grids = tuple(warm_grids)
-        self._decoder, self._exact_decoder = model.decoders(decode_graphs)
+        self._prefiller = model.prefiller(graphs)
+        self._decoder, self._exact_decoder = model.decoders(graphs)
         self._vae = TiledVae(model.vae, vae_tiling)
         self.shortcut = ""  # of the last item, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)
@@ -148,8 +149,9 @@ class Runner:
 
     def free_caches(self) -> None:
         """Give what the allocator keeps for later back to the device."""
-        for cache in (self._decoder, self._exact_decoder, self._prompts, self._images, self._model.text_encoder):
-            cache.clear()
+        kept = (self._prefiller, self._decoder, self._exact_decoder, self._model.text_encoder)
+        for keeper in (*kept, self._prompts, self._images):
+            keeper.clear()
         if self._on_cuda:
             torch.cuda.empty_cache()
 
@@ -197,18 +199,16 @@ class Runner:
 
     def _prefill(self, state: _State) -> None:
         """Fill the prefixes; the first time, draw the noise as well. Latents under way outlive a dropped prefix."""
-        request, device, dtype = state.request, self._model.device, self._model.dtype
-        transformer = self._model.exact  # once a request: FP8 would save little here
-        self._model.bring(transformer)
+        request, config, device = state.request, self._model.configs.transformer, self._model.device
+        self._model.bring(self._model.exact)
         prefixes, rotary = [], []
         for prompt, embeds in zip(request.prompts, state.prompt_embeds, strict=True):
-            prefixes.append(transformer.prefill(embeds, state.condition_latents, prompt.layout, self._model.kv_fp8))
+            prefixes.append(self._prefiller.prefill(embeds, state.condition_latents, prompt.layout))
             position = prompt.layout.target_position
-            rotary.append(target_table(request.target_grid, position, transformer.config.axes_dims_rope, device))
+            rotary.append(target_table(request.target_grid, position, config.axes_dims_rope, device))
         if not state.latents:
-            channels = transformer.config.in_channels
-            noise = [starting_noise(seed, request.target_grid, channels) for seed in request.seeds]
-            state.latents = [latents.to(device, dtype) for latents in noise]
+            noise = [starting_noise(seed, request.target_grid, config.in_channels) for seed in request.seeds]
+            state.latents = [latents.to(device, self._model.dtype) for latents in noise]
         state.prefixes, state.rotary = prefixes, rotary
 
     def _denoise(self, samples: tuple[Sample, ...]) -> None:

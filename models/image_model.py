@@ -20,6 +20,7 @@ from models.errors import CheckpointError
 from models.offload import OffloadedWeights
 from models.ops import PLAIN, Ops
 from models.precision import AS_STORED, Precision
+from models.prefilling import CapturedPrefiller, PlainPrefiller, Prefiller
 from models.prefix_kv import KV_FORMATS
 from models.quantization import QuantizationPlan, multiplies_fp8
 from models.text_encoder import TextEncoder
@@ -169,6 +170,12 @@ class ImageModel:
         if self.fused is not None and self.configs.transformer.causal_condition:
             return PackedDecoder(transformer, self.fused.decode_attention, graphs=graphs)
         return PlainDecoder(transformer)
+
+    def prefiller(self, graphs: bool) -> Prefiller:
+        """What fills this model's prefixes: without FP8 where that can be, since it is done once a request."""
+        if graphs and self.fused is not None and self.configs.transformer.causal_condition:
+            return CapturedPrefiller(self.exact, self.kv_fp8)
+        return PlainPrefiller(self.exact, self.kv_fp8)
 
     @property
     def kv_fp8(self) -> tuple[bool, bool]:

@@ -63,6 +63,22 @@ class PrefixKV:
         )
         return k, v
 
+    def first(self, layout: PrefixLayout) -> Self:
+        """As many tokens as `layout` has, in the same memory."""
+        return self._each(layout, lambda part: part[:, : layout.prefix_len_tokens])
+
+    def clone(self) -> Self:
+        """A contiguous copy."""
+        return self._each(self.layout, lambda part: part.clone(memory_format=torch.contiguous_format))
+
+    def _each(self, layout: PrefixLayout, change: Callable[[Tensor], Tensor]) -> Self:
+        def changed(part: Tensor | Quantized) -> Tensor | Quantized:
+            if isinstance(part, Quantized):
+                return Quantized(change(part.values), change(part.scales))
+            return change(part)
+
+        return type(self)(layout, changed(self.keys), changed(self.values))
+
     @property
     def fp8(self) -> tuple[bool, bool]:
         """Which of `KV_FORMATS` this is."""

@@ -211,16 +211,21 @@ class Transformer(nn.Module):
         if not self.config.causal_condition:
             return EmbeddedPrefix(layout, hidden, rotary)
         kv = PrefixKV.allocate(layout, self.config, hidden, kv_fp8)
+        self.fill(kv, hidden, rotary)
+        return kv
+
+    def fill(self, kv: PrefixKV, hidden: Tensor, rotary: Tensor) -> None:
+        """Run embedded prefix tokens (1, prefix tokens, inner_dim), and keep their keys and values in `kv`. rotary: (2,
+        prefix tokens, head_dim / 2)."""
 
         def attend(layer: int, attn: Attention, x: Activation) -> Tensor | None:
             q, k, v = self.ops.split_qkv(attn.to_qkv(x), attn, rotary)
             kv.write(layer, k, v, self.ops.quantize)
             if layer + 1 == len(self.blocks):  # nothing reads the last block's prefix output
                 return None
-            return block_causal_attention(q, k, v, layout.segments, self.ops.attention).flatten(2)
+            return block_causal_attention(q, k, v, kv.layout.segments, self.ops.attention).flatten(2)
 
         self._run(hidden, self.modulate(torch.zeros(1, device=hidden.device)), attend)
-        return kv
 
     def decode(self, latents: Tensor, timestep: Tensor, rotary: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
         """Predicted velocity of the target tokens of every row: (rows, tokens, channels).

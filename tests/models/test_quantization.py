@@ -176,6 +176,30 @@ def test_the_bytes_of_a_prefix_are_those_it_is_charged(checkpoint: Path) -> None
     assert half < three_quarters < whole
 
 
+@pytest.mark.parametrize("fp8", list(KV_FORMATS.values()))
+def test_the_first_tokens_share_memory_until_they_are_cloned(checkpoint: Path, fp8: tuple[bool, bool]) -> None:
+    config = CheckpointConfigs.read(checkpoint).transformer
+    whole = PrefixKV.allocate(prefix_layout([False] * 7, []), config, torch.zeros(1), fp8)
+
+    def write(kv: PrefixKV, tokens: int) -> None:
+        for layer in range(config.num_layers):
+            k, v = torch.randn(2, 1, tokens, config.num_attention_heads, config.attention_head_dim)
+            kv.write(layer, k, v, quantize_rows)
+
+    def read(kv: PrefixKV) -> Tensor:
+        return torch.stack([torch.stack(kv.read(layer, torch.float32)) for layer in range(config.num_layers)])
+
+    write(whole, 7)
+    first = whole.first(prefix_layout([False] * 3, []))
+    cloned, before = first.clone(), read(first).clone()
+    assert torch.equal(before, read(whole)[:, :, :3])
+    write(first, 3)
+    assert torch.equal(read(whole)[:, :, :3], read(first))
+    assert torch.equal(read(cloned), before)
+    assert cloned.num_bytes == 3 * kv_bytes_per_token(config, torch.float32, fp8)
+    assert all(part.is_contiguous() for part in (cloned.keys, cloned.values) if isinstance(part, Tensor))
+
+
 def test_written_checkpoints_are_what_quantizing_at_start_gives(checkpoint: Path, tmp_path: Path) -> None:
     precision = Precision(transformer="fp8", text_encoder="fp8", first_blocks=1, ignored_layers=("attn.to_out",))
     write_quantized(CheckpointConfigs.read(checkpoint), tmp_path / "fp8", precision)

@@ -1,0 +1,122 @@
+"""Prefill of a prompt: plainly, or on CUDA as captured graphs that are replayed.
+
+A prompt is short, so its prefill is bound by launches, not by arithmetic. Text is causal: padding behind it cannot
+reach it, and a graph captured for a length serves every shorter prompt. Prefixes with condition images are long and run
+without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.graphs import GraphPool
+from models.layout import PrefixLayout, prefix_layout
+from models.prefix_kv import Prefix, PrefixKV
+from models.rope import prefix_table
+from models.transformer import Transformer
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (64, 128, 192, 256, 384, 512)  # captured when first needed; longer prompts run without a graph
+
+
+class Prefiller(Protocol):
+    """Fills prefixes, in one of `KV_FORMATS`."""
+
+    def prefill(self, prompt_embeds: Tensor, condition_latents: Sequence[Tensor], layout: PrefixLayout) -> Prefix:
+        """As `Transformer.prefill`."""
+
+    def clear(self) -> None:
+        """Give back the memory that is kept between prompts."""
+
+
+class PlainPrefiller:
+    """The transformer's own `prefill`, on any device."""
+
+    def __init__(self, transformer: Transformer, kv_fp8: tuple[bool, bool]) -> None:
+        self._transformer = transformer
+        self._kv_fp8 = kv_fp8
+
+    def prefill(self, prompt_embeds: Tensor, condition_latents: Sequence[Tensor], layout: PrefixLayout) -> Prefix:
+        return self._transformer.prefill(prompt_embeds, condition_latents, layout, self._kv_fp8)
+
+    def clear(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    text: Tensor  # (length, context_in_dim)
+    rotary: Tensor  # (2, length, head_dim / 2)
+    kv: PrefixKV  # of `length` tokens
+    graph: torch.cuda.CUDAGraph
+
+    def run(self, prompt_embeds: Tensor, layout: PrefixLayout) -> PrefixKV:
+        tokens = len(prompt_embeds)
+        self.text[:tokens] = prompt_embeds
+        self.text[tokens:].zero_()  # attention reads whole tiles: what an earlier prompt left may not be finite
+        self.graph.replay()
+        return self.kv.first(layout).clone()
+
+
+class CapturedPrefiller:
+    """Short text by graphs. For checkpoints whose prefix is cached."""
+
+    def __init__(self, transformer: Transformer, kv_fp8: tuple[bool, bool]) -> None:
+        self._transformer = transformer
+        self._kv_fp8 = kv_fp8
+        self._lengths: tuple[int, ...] = LENGTHS
+        self._graphs: dict[int, _Graph] = {}
+        self._room: PrefixKV | None = None  # of the longest: all graphs fill it, one at a time
+        self._pool = GraphPool()
+
+    def __repr__(self) -> str:
+        return f"<CapturedPrefiller: {len(self._graphs)} of {len(self._lengths)} lengths>"
+
+    def prefill(self, prompt_embeds: Tensor, condition_latents: Sequence[Tensor], layout: PrefixLayout) -> Prefix:
+        tokens = len(prompt_embeds)
+        length = next((length for length in self._lengths if length >= tokens), None)
+        if length is not None and not condition_latents:
+            graph = self._graphs.get(length) or self._capture(length, prompt_embeds)
+            if graph is not None:
+                return graph.run(prompt_embeds, layout)
+        return self._transformer.prefill(prompt_embeds, condition_latents, layout, self._kv_fp8)
+
+    def clear(self) -> None:
+        torch.cuda.synchronize()
+        self._graphs.clear()
+        self._room = None
+
+    def _capture(self, length: int, like: Tensor) -> _Graph | None:
+        """None when memory does not suffice; nothing is kept then, and nothing as long is tried again."""
+        try:
+            captured = self._graphs[length] = self._record(length, like)
+            return captured
+        except torch.OutOfMemoryError:
+            self._lengths = tuple(shorter for shorter in self._lengths if shorter < length)
+        if not self._graphs:
+            self._room = None
+        torch.cuda.empty_cache()  # only now: the error held on to what was allocated
+        log.warning("no memory to capture the prefill of %s tokens and more: it runs without a graph", length)
+        return None
+
+    def _record(self, length: int, like: Tensor) -> _Graph:
+        transformer, layout = self._transformer, text_layout(length)
+        text = like.new_zeros(length, like.shape[1])
+        rotary = prefix_table(layout, transformer.config.axes_dims_rope).to(like.device)
+        if self._room is None:
+            self._room = PrefixKV.allocate(text_layout(LENGTHS[-1]), transformer.config, text, self._kv_fp8)
+        kv = self._room.first(layout)
+        graph, _ = self._pool.capture(lambda: transformer.fill(kv, transformer.embed_prefix(text, (), layout), rotary))
+        return _Graph(text, rotary, kv, graph)
+
+
+def text_layout(tokens: int) -> PrefixLayout:
+    """The prefix of a prompt without images."""
+    return prefix_layout([False] * tokens, [])
