@@ -100,7 +100,7 @@ def silu_mul(gate_up: Tensor, fp8: bool = False) -> Activation:
     if not fp8:  # a scale takes its whole token
         block = min(2048, block)
     grid = (rows * tokens, triton.cdiv(dim, block))
-    _silu_mul[grid](gate_up, out, scales, dim, FP8=fp8, BLOCK=block, num_warps=16 if fp8 else 4)
+    _silu_mul[grid](gate_up, out, scales, dim, FP8=fp8, BLOCK=block, num_warps=32 if fp8 else 4)
     return Quantized(out, scales) if fp8 else out
 
 
