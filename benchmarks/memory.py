@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.environment import environment
 from engine.config import EngineConfig
 from engine.loading import load_preparer, load_runner, model_card, read_configs
 from engine.request import GenerationParams
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
     if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from benchmarks.environment import environment
+
 WORDS = [
     "a",
     "red",
@@ -195,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"graph hits: {rate}; {graph_counts(client)}")
     if args.json is not None:
         requests = [asdict(figures) for figures in all_figures]
-        report = {"ready_s": ready_s, "requests": requests, "graph_hit_rate": rate, "prompts": args.prompts}
+        report = {"environment": environment(), "flags": args.flags, "ready_s": ready_s, "requests": requests}
+        report |= {"graph_hit_rate": rate, "prompts": args.prompts}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

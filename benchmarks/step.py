@@ -6,8 +6,8 @@ Weights are random. For each shape, in one run: our prefill and step (captured, 
 the step of diffusers' transformer from its own cache, eager and, for the sizes of `--compiled`, with its blocks
 compiled; and the floor, which is the step's own matrix products and the fastest installed attention at their exact
 sizes, captured too. With `--fp8` the same of our step with every block in FP8, whose products' floor starts from
-quantized numbers. Each runs back to back for `--seconds` in all, and they take turns: the chip is power-limited, so
-bursts read faster, and what it did a moment ago counts.
+quantized numbers. Each runs back to back for `--seconds` in all. They take turns, each as often after every other
+one: the chip is power-limited, so bursts read faster, and what it did a moment ago counts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.environment import environment
 from benchmarks.quality import variant
 from benchmarks.real_size import TRANSFORMER, fill
+from benchmarks.turns import balanced_orders
 from models.config import TransformerConfig
 from models.decoding import PackedDecoder
 from models.fused import Flash3Attention, FusedOps
 from models.layout import Grid, prefix_layout
 from models.packed import Row
-from models.prefix_kv import Prefix
+from models.prefilling import CapturedPrefiller
+from models.prefix_kv import KV_FORMATS, Prefix
 from models.quantization import Activation, QuantizationPlan, quantize_rows
 from models.rope import target_table
 from models.transformer import Transformer, published_names
@@ -44,7 +47,6 @@ PROMPT_TOKENS = 173
 CONDITION = Grid(64, 64)
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-TURNS = 3
 TIMESTEP = 0.625  # the same number in bfloat16, to which the reference rounds it
 
 
@@ -79,26 +81,27 @@ class Figures:
 
 def sustained_ms(work: Callable[[], object], seconds: float) -> float:
     """Median time of `work`, back to back for a while after a warm-up."""
-    return in_turns_ms([work], seconds, turns=1)[0]
+    return in_turns_ms([work], seconds)[0]
 
 
-def in_turns_ms(works: Sequence[Callable[[], object]], seconds: float, turns: int = TURNS) -> list[float]:
+def in_turns_ms(works: Sequence[Callable[[], object]], seconds: float) -> list[float]:
     """Median times of works that take turns, each back to back for `seconds` in all. The first third of a turn does
     not count: in it the clock still answers to the work before."""
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(turns):
-        for work, counted in zip(works, times, strict=True):
+    rounds = balanced_orders(len(works))
+    for order in rounds:
+        for index in order:
             turn: list[float] = []
-            while sum(turn) < 1000 * seconds / turns or len(turn) < 5:
+            while sum(turn) < 1000 * seconds / len(rounds) or len(turn) < 5:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
-                work()
+                works[index]()
                 end.record()
                 end.synchronize()
                 turn.append(start.elapsed_time(end))
-            counted += turn[len(turn) // 3 :]
+            times[index] += turn[len(turn) // 3 :]
     return [statistics.median(counted) for counted in times]
 
 
@@ -126,6 +129,7 @@ class Ours:
         torch.manual_seed(0)
         self.transformer = fill(transformer, "cuda")
         assert isinstance(self.transformer, Transformer)
+        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"])
         self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
 
     def input_of(self, x: Tensor) -> Activation:
@@ -149,7 +153,7 @@ class Ours:
             slots += [True] * CONDITION.num_slots + [False]
         slots += [False] * (PROMPT_TOKENS - slots.count(False))
         layout = prefix_layout(slots, [CONDITION] * case.conditions)
-        return lambda: self.transformer.prefill(text, conditions, layout)
+        return lambda: self.prefiller.prefill(text, conditions, layout)
 
     def step(self, case: Case, prefix: Prefix) -> Callable[[], Tensor]:
         _, _, latents = self.inputs(case)
@@ -196,6 +200,7 @@ class OursFp8(Ours):
     def __init__(self, ours: Ours) -> None:
         self.config, self.ops = ours.config, ours.ops
         self.transformer = variant(ours.transformer, QuantizationPlan())[0]
+        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"])
         self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
 
     def input_of(self, x: Tensor) -> Activation:
@@ -294,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", type=numbers, default=[])
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--no-reference", action="store_true")
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     with torch.inference_mode():
@@ -322,9 +327,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     figures.reference_compiled_ms = sustained_ms(step, args.seconds)
                     print(row(figures), flush=True)
     if args.json is not None:
-        environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "prompt_tokens": PROMPT_TOKENS}
-        environment["attention"] = type(ours.ops.decode_attention).__name__
-        report = {"environment": environment, "steps": [asdict(figures) for figures in all_figures]}
+        report = {
+            "environment": environment(),
+            "prompt_tokens": PROMPT_TOKENS,
+            "steps": [asdict(figures) for figures in all_figures],
+        }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

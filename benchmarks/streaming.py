@@ -15,6 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.environment import environment
+
 
 def ask(client: httpx.Client, fields: dict[str, object]) -> tuple[float, float | None]:
     """Seconds until the whole answer is there, and until the first partial picture of a stream is."""
@@ -57,6 +59,7 @@ def main() -> None:
                 first_s.append(first)
     median_s = statistics.median(plain_s)
     figures = {
+        "environment": environment(),
         "side_px": args.side,
         "steps": args.steps,
         "partials": args.partials,
