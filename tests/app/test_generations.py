@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import time
 
 import numpy as np
 import pytest
@@ -220,11 +219,9 @@ async def test_broken_json_is_400(connect, body, unknown_fields):
     "value", [b"[" + b"1," * 5_000_000 + b"1]", b"[" + b"{}," * 3_000_000 + b"1]", b'"' + b"\\," * 5_000_000]
 )
 async def test_crowded_body_is_refused_before_it_is_parsed(client, refused, value):
-    started = time.perf_counter()
-    refused(
-        await client.post(URL, content=b'{"prompt": "a", "x": ' + value + b"}", headers=JSON), 400, code="invalid_json"
-    )
-    assert time.perf_counter() - started < 2
+    response = await client.post(URL, content=b'{"prompt": "a", "x": ' + value + b"}", headers=JSON)
+    refused(response, 400, code="invalid_json")
+    assert response.json()["error"]["message"] == "The JSON body holds too many values."
 
 
 async def test_json_longer_than_any_request_is_413(client, refused):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 import tracemalloc
 import zlib
 
@@ -172,17 +171,22 @@ def test_truncated_file_is_refused(encoded, file_format, share):
 def test_large_picture_is_refused_by_its_header(encoded):
     bomb = encoded(Image.new("1", (9000, 9000)))
     assert len(bomb) < 300_000
-    tracemalloc.start()
-    assert assert_unreadable(bomb) == "image_too_large"
-    assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    tracemalloc.stop()
+    assert_refused_unread(bomb)
 
 
 @pytest.mark.parametrize("side", [20_000, 60_000, 2**31 - 1])
-def test_header_that_claims_a_huge_picture_is_refused_at_once(side):
-    started = time.perf_counter()
-    assert assert_unreadable(raw_png(side, side, 8, 2, b"")) == "image_too_large"
-    assert time.perf_counter() - started < 0.5
+def test_header_that_claims_a_huge_picture_is_refused_by_it(side):
+    assert_refused_unread(raw_png(side, side, 8, 2, b""))
+
+
+def assert_refused_unread(data):
+    """Without memory for the picture."""
+    tracemalloc.start()
+    try:
+        assert assert_unreadable(data) == "image_too_large"
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
