@@ -32,6 +32,7 @@ from engine.errors import (
 MAX_MESSAGE_CHARS = 600
 MAX_PARAM_CHARS = 64
 CLIENT_CLOSED_REQUEST = 499
+MAX_RETRY_AFTER_S = 60.0  # the SDK gives up at once if told of over 120 s; its older versions heed no more than this
 NO_RETRY = {"x-should-retry": "false"}  # else the SDK runs the same failing job three times
 
 FIELD_NAMES = {  # the engine's names of what the client calls otherwise
@@ -158,7 +159,8 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The standard header in whole seconds, and the finer one that the SDK prefers."""
+    """The standard header in whole seconds, and the finer one that the SDK prefers; at most a minute in both."""
+    seconds = min(seconds, MAX_RETRY_AFTER_S)
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 

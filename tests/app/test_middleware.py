@@ -162,6 +162,12 @@ async def test_engine_errors_in_http(client, engine, refused, error, status, cod
     assert (await client.post(URL, json={"prompt": "a"})).status_code == 200
 
 
+async def test_a_long_wait_is_told_as_one_that_the_sdk_heeds(client, engine):
+    engine.error = QueueFull("full", retry_after_s=500.0)
+    response = await client.post(URL, json={"prompt": "a"})
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("60", "60000")
+
+
 async def test_engine_names_of_fields_become_the_clients(client, engine, refused):
     engine.error = InvalidRequest("too small", param="condition_images")
     refused(await client.post(URL, json={"prompt": "a"}), 400, param="image")
