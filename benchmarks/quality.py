@@ -146,7 +146,7 @@ def sweep(runner: Runner, request: PreparedRequest) -> Iterator[Swept]:
     @torch.inference_mode()
     def predict(network: Transformer, kv_format: str = "auto") -> list[Tensor]:
         prefix = network.prefill(embeds, [], prompt.layout, KV_FORMATS[kv_format])
-        decoder = model.decoder_of(network, graphs=False)
+        decoder = model.decoder_of(network, None)
         rows = [Row(latents, request.sigmas[step], table, prefix) for step, latents in visited.items()]
         return [decoder.decode([row])[0].float().clone() for row in rows]
 

@@ -34,6 +34,7 @@ from benchmarks.turns import balanced_orders
 from models.config import TransformerConfig
 from models.decoding import PackedDecoder
 from models.fused import Flash3Attention, FusedOps
+from models.graphs import GraphPool
 from models.layout import Grid, prefix_layout
 from models.packed import Row
 from models.prefilling import CapturedPrefiller
@@ -129,8 +130,9 @@ class Ours:
         torch.manual_seed(0)
         self.transformer = fill(transformer, "cuda")
         assert isinstance(self.transformer, Transformer)
-        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"])
-        self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
+        pool = GraphPool()
+        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"], pool)
+        self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, pool)
 
     def input_of(self, x: Tensor) -> Activation:
         return x
@@ -200,8 +202,9 @@ class OursFp8(Ours):
     def __init__(self, ours: Ours) -> None:
         self.config, self.ops = ours.config, ours.ops
         self.transformer = variant(ours.transformer, QuantizationPlan())[0]
-        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"])
-        self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, graphs=True)
+        pool = GraphPool()
+        self.prefiller = CapturedPrefiller(self.transformer, KV_FORMATS["auto"], pool)
+        self.decoder = PackedDecoder(self.transformer, self.ops.decode_attention, pool)
 
     def input_of(self, x: Tensor) -> Activation:
         return quantize_rows(x)

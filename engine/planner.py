@@ -22,6 +22,8 @@ from models.errors import CheckpointError
 from models.image_model import Networks, has_kernels, resolve_device, resolve_dtype
 from models.offload import RING, WeightLayout
 from models.precision import Precision
+from models.prefilling import room_bytes
+from models.prefix_kv import KV_FORMATS
 from models.quantization import multiplies_fp8
 from models.tiling import TILE_PX, free_bytes, workspace_bytes_per_px
 
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 OFFLOADS = ("none", "component", "block")
 STEP_MAPS = 17  # of the transformer's width, alive at once in a step: 0.50 GiB were measured at 1024²
 SMALL_BYTES = 2**30  # of files, below which a start needs no prediction
-OTHER_BYTES = 960 * 2**20  # graphs of encoder and prefill, one prompt's prefix, caches that fill, the allocator's rest
+OTHER_BYTES = 704 * 2**20  # graphs of the text encoder, one prompt's prefix, caches that fill, the allocator's rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,19 @@ class Planner:
             "component": max(layout.num_bytes for layout in layouts),
             "block": outside + RING * block,
         }[offload]
-        workspace = self._step_bytes() + self._decode_bytes() + OTHER_BYTES
+        workspace = self._step_bytes() + self._decode_bytes() + self._prefill_bytes(precision, offload) + OTHER_BYTES
         return Footprint(precision, offload, on_device, on_device + workspace, weights if offload != "none" else 0)
 
     def _step_bytes(self) -> int:
         tokens = self.config.max_output_pixels // self.configs.px_per_token**2
         return STEP_MAPS * tokens * self.configs.transformer.inner_dim * self.machine.dtype.itemsize
+
+    def _prefill_bytes(self, precision: Precision, offload: str) -> int:
+        """The room of captured prefills, where there are any (see `ImageModel.prefiller`)."""
+        config, captures = self.configs.transformer, self.machine.fused and self.config.decode_graphs
+        if not captures or not config.causal_condition or offload == "block":
+            return 0
+        return room_bytes(config, self.machine.dtype, KV_FORMATS[precision.prefix_kv])
 
     def _decode_bytes(self) -> int:
         pixels = self.config.max_output_pixels

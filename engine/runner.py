@@ -22,6 +22,7 @@ from engine.messages import DeviceMemory
 from engine.profile import Profile, measure
 from engine.request import PreparedRequest
 from engine.work import DecodeImage, DecodePreview, DenoiseStep, DropPrefix, EncodePrompt, Prefill, Sample, Work
+from models.graphs import GraphPool
 from models.image_model import ImageModel
 from models.inputs import ConditionImage, TokenizedPrompt
 from models.layout import Grid
@@ -72,8 +73,9 @@ class Runner:
         self._model = model
         self.max_target_tokens = max_target_tokens
         self.warm_grids = tuple(warm_grids)
-        self._prefiller = model.prefiller(graphs)
-        self._decoder, self._exact_decoder = model.decoders(graphs)
+        pool = GraphPool() if graphs else None  # of one, for all: a step or a prefill is done before the next begins
+        self._prefiller = model.prefiller(pool)
+        self._decoder, self._exact_decoder = model.decoders(pool)
         self._vae = TiledVae(model.vae, vae_tiling)
         self.shortcut = ""  # of the last item, see `WorkDone`
         self._prompts = TensorCache(CACHE_BYTES)

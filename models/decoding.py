@@ -87,18 +87,22 @@ class _Shape:
 
 
 class PackedDecoder:
-    """Packed rows through the fused kernels, captured if `graphs`. For checkpoints whose prefix is cached."""
+    """Packed rows through the fused kernels, captured if there is a `pool`. For checkpoints whose prefix is cached."""
 
     def __init__(
-        self, transformer: Transformer, attention: DecodeAttention, *, graphs: bool, max_graphs: int = MAX_GRAPHS
+        self,
+        transformer: Transformer,
+        attention: DecodeAttention,
+        pool: GraphPool | None,
+        *,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
         self._transformer = transformer
         self._attention = attention
-        self._capture_allowed = graphs
+        self._pool = pool
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[_Shape, _Graph] = OrderedDict()  # the least recently used first
         self._too_large: set[_Shape] = set()
-        self._pool = GraphPool()
 
     def __repr__(self) -> str:
         return f"<PackedDecoder: {len(self._graphs)} graphs, {len(self._too_large)} shapes too large>"
@@ -112,7 +116,7 @@ class PackedDecoder:
         if graph := self._graphs.get(shape):
             self._graphs.move_to_end(shape)
             return graph.run(rows), GraphResult.HIT
-        if self._capture_allowed and shape not in self._too_large and (graph := self._capture(shape, rows)):
+        if self._pool and shape not in self._too_large and (graph := self._capture(self._pool, shape, rows)):
             return graph.run(rows), GraphResult.CAPTURED
         velocity = self._step(self._packed(shape, rows))
         return velocity, GraphResult.NO_MEMORY if shape in self._too_large else GraphResult.OFF
@@ -120,6 +124,7 @@ class PackedDecoder:
     def clear(self) -> None:
         torch.cuda.synchronize()
         self._graphs.clear()
+        self._too_large.clear()
 
     def _packed(self, shape: _Shape, rows: Sequence[Row]) -> PackedRows:
         config, like = self._transformer.config, self._transformer.proj_out.weight
@@ -132,14 +137,14 @@ class PackedDecoder:
     def _step(self, packed: PackedRows) -> Tensor:
         return self._transformer.velocity(packed.latents, packed.timestep, partial(self._attention, packed))
 
-    def _capture(self, shape: _Shape, rows: Sequence[Row]) -> _Graph | None:
+    def _capture(self, pool: GraphPool, shape: _Shape, rows: Sequence[Row]) -> _Graph | None:
         """Make room and capture a shape. None when memory does not suffice; nothing is kept then, and the shape is not
-        tried again."""
+        tried again before a `clear`."""
         torch.cuda.synchronize()  # a graph that is dropped must not be running
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         try:
-            captured = self._graphs[shape] = self._record(shape, rows)
+            captured = self._graphs[shape] = self._record(pool, shape, rows)
             return captured
         except torch.OutOfMemoryError:
             self._too_large.add(shape)
@@ -147,7 +152,7 @@ class PackedDecoder:
         log.warning("no memory to capture steps of %s x %s tokens: they run without a graph", shape.rows, shape.tokens)
         return None
 
-    def _record(self, shape: _Shape, rows: Sequence[Row]) -> _Graph:
+    def _record(self, pool: GraphPool, shape: _Shape, rows: Sequence[Row]) -> _Graph:
         packed = self._packed(shape, rows)
-        graph, velocity = self._pool.capture(partial(self._step, packed))
+        graph, velocity = pool.capture(partial(self._step, packed))
         return _Graph(packed, graph, velocity)

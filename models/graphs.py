@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class GraphPool:
-    """The memory of graphs that do not run at the same time."""
+    """The memory of graphs that do not run at the same time: what one leaves there is gone once another one runs."""
 
     def __init__(self) -> None:
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()

@@ -17,6 +17,7 @@ from models.checkpoint import Room, TensorFiles, load_weights
 from models.config import CheckpointConfigs
 from models.decoding import Decoder, PackedDecoder, PlainDecoder
 from models.errors import CheckpointError
+from models.graphs import GraphPool
 from models.offload import OffloadedWeights
 from models.ops import PLAIN, Ops
 from models.precision import AS_STORED, Precision
@@ -160,21 +161,29 @@ class ImageModel:
         if self.offloaded is not None:
             self.offloaded.bring(network)
 
-    def decoders(self, graphs: bool) -> tuple[Decoder, Decoder]:
-        """What runs this model's denoise steps, and those that want no FP8; one object where there is no difference."""
-        usual = self.decoder_of(self.transformer, graphs)
-        return usual, usual if self.exact is self.transformer else self.decoder_of(self.exact, graphs)
+    def decoders(self, pool: GraphPool | None) -> tuple[Decoder, Decoder]:
+        """What runs this model's denoise steps, and those that want no FP8; one object where there is no difference.
+        Steps are captured where there is a `pool` and the kernels serve the device."""
+        usual = self.decoder_of(self.transformer, pool)
+        return usual, usual if self.exact is self.transformer else self.decoder_of(self.exact, pool)
 
-    def decoder_of(self, transformer: Transformer, graphs: bool) -> Decoder:
+    def decoder_of(self, transformer: Transformer, pool: GraphPool | None) -> Decoder:
         """What runs the denoise steps of a transformer with this model's config."""
         if self.fused is not None and self.configs.transformer.causal_condition:
-            return PackedDecoder(transformer, self.fused.decode_attention, graphs=graphs)
+            return PackedDecoder(transformer, self.fused.decode_attention, pool)
         return PlainDecoder(transformer)
 
-    def prefiller(self, graphs: bool) -> Prefiller:
-        """What fills this model's prefixes: without FP8 where that can be, since it is done once a request."""
-        if graphs and self.fused is not None and self.configs.transformer.causal_condition:
-            return CapturedPrefiller(self.exact, self.kv_fp8)
+    def prefiller(self, pool: GraphPool | None) -> Prefiller:
+        """What fills this model's prefixes: without FP8 where that can be, since it is done once a request. Streamed
+        weights take longer than all launches: with them nothing is captured."""
+        is_streamed = self.offloaded is not None and self.offloaded.by_block
+        if (
+            pool is not None
+            and self.fused is not None
+            and self.configs.transformer.causal_condition
+            and not is_streamed
+        ):
+            return CapturedPrefiller(self.exact, self.kv_fp8, pool)
         return PlainPrefiller(self.exact, self.kv_fp8)
 
     @property

@@ -114,11 +114,11 @@ class _Kept:
 
 class OffloadedWeights:
     """The weights of all networks. First every network is kept, then they `settle`, then one can be brought at a
-    time."""
+    time; `by_block`, its blocks are streamed while it runs."""
 
     def __init__(self, device: torch.device, by_block: bool) -> None:
         self._device = device
-        self._by_block = by_block
+        self.by_block = by_block
         self._kept: dict[nn.Module, _Kept] = {}
         self._present: _Kept | None = None
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
@@ -131,7 +131,7 @@ class OffloadedWeights:
     def room(self, network: nn.Module, blocks: str, dtype: torch.dtype) -> Room:
         """Keep a network that is to be loaded in `dtype`, and say where its loader puts the weights. `blocks` names its
         sequence of blocks; their owner has an `in_order`."""
-        apart = blocks if self._by_block else None
+        apart = blocks if self.by_block else None
         return self._keep(network, _Kept(WeightLayout.of_unloaded(network, apart, dtype), apart)).room
 
     def adopt(self, network: nn.Module) -> None:

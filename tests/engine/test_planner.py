@@ -61,6 +61,19 @@ def test_larger_pictures_and_whole_decodes_need_more(checkpoints: dict[str, Path
     assert plan(checkpoints["first"], vae_tiling="off").asked().device_bytes > sizes[2]
 
 
+def test_captured_prefills_need_their_room(checkpoints: dict[str, Path]) -> None:
+    def beside_weights(machine: Machine = ROOMY, prefix_kv: str = "auto", **choices: object) -> int:
+        planned = plan(checkpoints["first"], machine, precision=Precision(prefix_kv=prefix_kv), **choices)
+        return planned.asked().device_bytes - planned.asked().weights_bytes
+
+    without = beside_weights(decode_graphs=False)
+    assert without < beside_weights(prefix_kv="fp8") < beside_weights(prefix_kv="fp8_v") < beside_weights()
+    block = beside_weights(offload="block")
+    assert block == beside_weights(offload="block", decode_graphs=False)
+    plain = replace(ROOMY, fused=False)
+    assert beside_weights(plain) == beside_weights(plain, decode_graphs=False)
+
+
 def test_a_start_that_cannot_fit_is_refused_with_advice(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.config import TransformerConfig
 from models.decoding import GraphResult, PackedDecoder, PlainDecoder
+from models.graphs import GraphPool
 from models.layout import Grid, prefix_layout
 from models.ops import PLAIN
 from models.packed import Row
@@ -102,7 +103,7 @@ def networks() -> tuple[Transformer, Transformer]:
 def test_steps_in_fp8_are_captured_and_close_to_the_plain_path(fp8: tuple[bool, bool]) -> None:
     fused, plain = networks()
     assert isinstance(fused.ops, FusedOps)
-    captured, eager = (PackedDecoder(fused, fused.ops.decode_attention, graphs=graphs) for graphs in (True, False))
+    captured, eager = (PackedDecoder(fused, fused.ops.decode_attention, pool) for pool in (GraphPool(), None))
     grid = Grid(8, 8)
 
     def row(seed: int, text_len: int) -> tuple[Row, Row]:

@@ -148,7 +148,7 @@ def test_steps_without_fp8_have_a_transformer_of_their_own(checkpoint: Path, ste
     precision = Precision(transformer="fp8", **steps)
     model = load(checkpoint, precision)
     assert not any(isinstance(layer, Fp8Linear) for layer in model.exact.modules())
-    usual, exact = model.decoders(graphs=False)
+    usual, exact = model.decoders(None)
     assert usual is not exact
     chosen = [step for step in range(5) if precision.is_exact(step, 5)]
     assert chosen == ([0] if "first_steps" in steps else [3, 4])
