@@ -11,11 +11,10 @@ FLASH_3 = "fa3-fwd"
 
 
 def environment() -> dict[str, str]:
-    """The GPU, and the versions that its speed depends on."""
+    """This machine's GPU, and the versions that its speed depends on."""
     found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none"}
     found |= {"torch": torch.__version__, "python": platform.python_version()}
     try:
-        found["attention"] = f"{FLASH_3} {version(FLASH_3)}"
+        return found | {FLASH_3: version(FLASH_3)}
     except PackageNotFoundError:
-        found["attention"] = "PyTorch's"
-    return found
+        return found | {FLASH_3: "not installed"}

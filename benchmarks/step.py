@@ -6,8 +6,8 @@ Weights are random. For each shape, in one run: our prefill and step (captured, 
 the step of diffusers' transformer from its own cache, eager and, for the sizes of `--compiled`, with its blocks
 compiled; and the floor, which is the step's own matrix products and the fastest installed attention at their exact
 sizes, captured too. With `--fp8` the same of our step with every block in FP8, whose products' floor starts from
-quantized numbers. Each runs back to back for `--seconds` in all. They take turns, each as often after every other
-one: the chip is power-limited, so bursts read faster, and what it did a moment ago counts.
+quantized numbers. Each runs back to back for `--seconds` in all. They take turns, each once after every other one: the
+chip is power-limited, so bursts read faster, and what it did a moment ago counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.environment import environment
 from benchmarks.quality import variant
 from benchmarks.real_size import TRANSFORMER, fill
-from benchmarks.turns import balanced_orders
+from benchmarks.turns import balanced_turns
 from models.config import TransformerConfig
 from models.decoding import PackedDecoder
 from models.fused import Flash3Attention, FusedOps
@@ -91,19 +91,27 @@ def in_turns_ms(works: Sequence[Callable[[], object]], seconds: float) -> list[f
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]
-    rounds = balanced_orders(len(works))
-    for order in rounds:
-        for index in order:
-            turn: list[float] = []
-            while sum(turn) < 1000 * seconds / len(rounds) or len(turn) < 5:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                works[index]()
-                end.record()
-                end.synchronize()
-                turn.append(start.elapsed_time(end))
-            times[index] += turn[len(turn) // 3 :]
+    turns = balanced_turns(len(works))
+    turn_ms = 1000 * seconds * len(works) / len(turns)
+    if len(works) > 1:
+        _turn(works[turns[-1]], turn_ms)  # the first that counts comes after it
+    for index in turns:
+        turn = _turn(works[index], turn_ms)
+        times[index] += turn[len(turn) // 3 :]
     return [statistics.median(counted) for counted in times]
+
+
+def _turn(work: Callable[[], object], turn_ms: float) -> list[float]:
+    """The times of `work`, over and over for `turn_ms`."""
+    times: list[float] = []
+    while sum(times) < turn_ms or len(times) < 5:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -331,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     print(row(figures), flush=True)
     if args.json is not None:
         report = {
-            "environment": environment(),
+            "environment": environment() | {"attention": type(ours.ops.decode_attention).__name__},
             "prompt_tokens": PROMPT_TOKENS,
             "steps": [asdict(figures) for figures in all_figures],
         }

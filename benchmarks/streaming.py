@@ -2,7 +2,8 @@
 
     python -m benchmarks.streaming URL [--side 1024] [--steps 40] [--partials 3] [--repeats 5] [--json FILE]
 
-Plain and streamed requests alternate, so that a machine that gets slower or faster meanwhile does it to both.
+Plain and streamed requests alternate, so that a machine that gets slower or faster meanwhile does it to both. Run it on
+the server's machine, whose GPU and versions it notes.
 """
 
 from __future__ import annotations

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 
-def balanced_orders(count: int) -> list[list[int]]:
-    """Rounds of works 0 to `count - 1`; over all rounds each comes after every other one equally often (a Williams
-    design)."""
-    zigzag = [((index + 1) // 2 if index % 2 else count - index // 2) % count for index in range(count)]
-    rounds = [[(work + shift) % count for work in zigzag] for shift in range(count)]
-    is_balanced = count % 2 == 0 or count == 1
-    return rounds if is_balanced else rounds + [order[::-1] for order in rounds]
+def balanced_turns(count: int) -> list[int]:
+    """Turns of works 0 to `count - 1` in which each comes right after every other one exactly once, the first after the
+    last: a closed walk over all ordered pairs. It starts at work 0; one work alone has one turn."""
+    after = {work: [other for other in range(count) if other != work] for work in range(count)}
+    walk, closed = [0], list[int]()
+    while walk:  # a walk that is stuck is back where it began: what is closed waits until its detours are in
+        if after[walk[-1]]:
+            walk.append(after[walk[-1]].pop())
+        else:
+            closed.append(walk.pop())
+    return closed[:0:-1] or [0]
