@@ -44,7 +44,7 @@ class Decoder(Protocol):
     """Runs decode steps."""
 
     def decode(self, rows: Sequence[Row]) -> tuple[Tensor, GraphResult]:
-        """Velocity of every row, (rows, tokens, channels), valid until the next call."""
+        """Velocity of every row, (rows, tokens, channels), valid until a graph of the same pool runs."""
 
     def clear(self) -> None:
         """Give back the memory that is kept between steps."""
