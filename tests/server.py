@@ -52,18 +52,21 @@ class Server:
 
     def children(self) -> list[int]:
         """The processes that the server has started."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError):
-                continue  # it ended meanwhile
-            if parent == self.process.pid:
-                found.append(int(stat.parent.name))
-        return found
+        return list(self._commands())
 
     def workers(self) -> list[int]:
-        return [pid for pid in self.children() if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [pid for pid, command in self._commands().items() if "spawn_main" in command]
+
+    def _commands(self) -> dict[int, str]:
+        """Of its children, what they run."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if int((process / "stat").read_text().rpartition(")")[2].split()[1]) == self.process.pid:
+                    found[int(process.name)] = (process / "cmdline").read_text()
+            except (OSError, ValueError):
+                continue  # it ended meanwhile
+        return found
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""

@@ -69,6 +69,15 @@ def kill_worker(server: Server) -> None:
     assert_gone(workers)
 
 
+def replace_worker(server: Server) -> None:
+    """Kill it, and wait until another one is ready; what the service says before it has noticed is of the old one."""
+    deadline, killed = time.monotonic() + START_TIMEOUT_S, server.workers()
+    kill_worker(server)
+    while not set(server.workers()) - set(killed):
+        server.check_alive(deadline)
+    server.wait_until_ready(deadline)
+
+
 def last_line_of_failure(server: Server) -> str:
     """Why the server, which ends by itself, ended."""
     assert server.process.wait(START_TIMEOUT_S) == 1
@@ -81,8 +90,7 @@ def test_a_service_with_nowhere_to_write_draws_and_replaces_its_worker(checkpoin
     prefix = under(read_only(), full(temporary), f"export TMPDIR={temporary} HOME={temporary}")
     with serving(checkpoint, tmp_path, prefix=prefix) as server:
         draw(server.url)
-        kill_worker(server)
-        server.wait_until_ready(time.monotonic() + START_TIMEOUT_S)
+        replace_worker(server)
         draw(server.url)
         assert server.stop() == 0
     assert "Traceback" not in server.log
@@ -152,14 +160,12 @@ def test_a_service_that_can_not_log_draws(checkpoint: Path, streams: str) -> Non
     server = Server(process, Path(os.devnull))
     server.url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        server.wait_until_ready(deadline)
+        server.wait_until_ready(time.monotonic() + START_TIMEOUT_S)
         draw(server.url)
         for pid in (process.pid, *server.workers()):
             held = {str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)}
             assert all(one.startswith(("/dev/", "pipe:")) and "shm" not in one for one in held), held
-        kill_worker(server)
-        server.wait_until_ready(deadline)
+        replace_worker(server)
         draw(server.url)
         assert server.stop() == 0
     finally:
